@@ -30,8 +30,7 @@ from workflow.lib.quantization.nf4_checkpoint import (
 from workflow.lib.settings.config import QuantizeConfig
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import read_checked_json
-from workflow.scripts.command import stage_parser
-from workflow.scripts.quantize_base import add_arguments, main
+from workflow.scripts.quantize_base import main, parser
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -225,7 +224,7 @@ def in_nf4(source, folder, *, dtype, **settings):
 def quantize(model, output, **settings):
     words = ["--config", json.dumps({"quantize": settings}), "--model", str(model)]
     words += ["--output", str(output), "--log", str(output.with_suffix(".log"))]
-    main(add_arguments(stage_parser("")).parse_args(words))
+    main(parser().parse_args(words))
     return output
 
 

@@ -19,20 +19,18 @@ from workflow.lib.quantization import calibrated_base
 from workflow.lib.quantization.calibration import Calibration
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import file_sha256, read_checked_json, read_json
-from workflow.scripts.command import stage_parser
-from workflow.scripts.quantize_base import add_arguments, main
+from workflow.scripts.quantize_base import main, parser
 
 CPU = torch.device("cpu")
 LAYERS = 3
 
 
 def quantize(folder, output, *, model=None, **settings):
-    parser = add_arguments(stage_parser(""))
     config = {"quantize": {"method": "calibrated", "calibration_tokens": 1024} | settings}
     paths = {"--model": model or folder / "model", "--tokens": folder / "tokens"}
     paths |= {"--output": output, "--log": output.with_suffix(".log")}
     words = [str(word) for pair in paths.items() for word in pair]
-    main(parser.parse_args(["--config", json.dumps(config), *words]))
+    main(parser().parse_args(["--config", json.dumps(config), *words]))
     return output
 
 

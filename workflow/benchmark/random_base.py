@@ -5,7 +5,6 @@ All linears of one size share one random tensor, so 70B parameters are quantized
 CPU. Each is stored separately, so that loading reads as many bytes as of a real model."""
 
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from workflow.lib.quantization.nf4_checkpoint import (
 )
 from workflow.lib.quantization.nf4_codes import quantize_expert, stack_tensors
 from workflow.lib.settings.config import QuantizeConfig
-from workflow.lib.system.files import put_in_place, write_json
+from workflow.lib.system.files import new_folder, write_json
 
 DEVIATION = 0.02  # of the weights: most families' initialization
 SEED = 0
@@ -38,33 +37,30 @@ def write_random_base(
 ) -> None:
     """Write an NF4 checkpoint of the shape of `config` to `folder`, which appears as a whole.
     float_storage: packed weights as bf16 views, which other software needs for sharding."""
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    write_json(partial / "config.json", config)
-    model = build_on_meta(partial, dtype=torch.bfloat16)
-    linears, stacks = quantizable_linears(model), expert_stacks(model)
-    draw = torch.Generator().manual_seed(SEED)
-    made: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}
-    writer = ShardWriter(partial, shard_bytes=SHARD_BYTES)
-    sizes: dict[str, tuple[int, ...]] = {**linears, **{p: s.shape for p, s in stacks.items()}}
-    for path, size in sizes.items():
-        if size not in made:
-            made[size] = _packed(size, draw, settings)
-            if float_storage:
-                made[size]["weight"] = as_bfloat16(made[size]["weight"])
-        writer.add({f"{path}.{suffix}": part.clone() for suffix, part in made[size].items()})
-    for name, param in (*model.named_parameters(), *stored_buffers(model)):
-        if name not in stacks and name.removesuffix(".weight") not in linears:
-            value = _random(tuple(param.shape), draw)
-            value = torch.ones_like(value) if param.ndim == 1 else value
-            writer.add({name: value})
-    writer.close()
-    written = nf4_config(config, settings, in_16_bits=modules_in_16_bits(model))
-    if float_storage:
-        written["quantization_config"]["bnb_4bit_quant_storage"] = "bfloat16"
-    write_json(partial / "config.json", written)
-    put_in_place(partial, folder)
+    with new_folder(folder) as partial:
+        write_json(partial / "config.json", config)
+        model = build_on_meta(partial, dtype=torch.bfloat16)
+        linears, stacks = quantizable_linears(model), expert_stacks(model)
+        draw = torch.Generator().manual_seed(SEED)
+        made: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}
+        writer = ShardWriter(partial, shard_bytes=SHARD_BYTES)
+        sizes: dict[str, tuple[int, ...]] = {**linears, **{p: s.shape for p, s in stacks.items()}}
+        for path, size in sizes.items():
+            if size not in made:
+                made[size] = _packed(size, draw, settings)
+                if float_storage:
+                    made[size]["weight"] = as_bfloat16(made[size]["weight"])
+            writer.add({f"{path}.{suffix}": part.clone() for suffix, part in made[size].items()})
+        for name, param in (*model.named_parameters(), *stored_buffers(model)):
+            if name not in stacks and name.removesuffix(".weight") not in linears:
+                value = _random(tuple(param.shape), draw)
+                value = torch.ones_like(value) if param.ndim == 1 else value
+                writer.add({name: value})
+        writer.close()
+        written = nf4_config(config, settings, in_16_bits=modules_in_16_bits(model))
+        if float_storage:
+            written["quantization_config"]["bnb_4bit_quant_storage"] = "bfloat16"
+        write_json(partial / "config.json", written)
 
 
 def _packed(

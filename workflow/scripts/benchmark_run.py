@@ -126,9 +126,7 @@ def wanted_requests(args: argparse.Namespace, *, num_gpus: int) -> list[Request]
 
 
 def several(
-    args: argparse.Namespace,
-    wanted: Mapping[str, Request],
-    prepared: Callable[[Request], Prepared],
+    args: argparse.Namespace, wanted: Mapping[str, Request], prepared: Callable[[Request], Prepared]
 ) -> Iterator[BenchmarkRow]:
     """Yield each request's row, measured or with a cause; prepared: plans and predicts one."""
     ready: dict[str, Prepared] = {}
@@ -164,12 +162,7 @@ def _measured(folder: Path, ready: dict[str, Prepared]) -> Iterator[BenchmarkRow
 
 
 def _request_fields(key: str, request: Request) -> dict[str, Any]:
-    return {
-        "format_version": 1,
-        "key": key,
-        **request.document(),
-        "provenance": Provenance.now(),
-    }
+    return {"format_version": 1, "key": key, **request.document(), "provenance": Provenance.now()}
 
 
 def _prepared_fields(key: str, prepared: Prepared) -> dict[str, Any]:

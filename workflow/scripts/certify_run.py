@@ -42,16 +42,12 @@ def hashed(path: Path) -> RecordedFile:
 
 
 if __name__ == "__main__":
-    parser = stage_parser(__doc__)
-    parser.add_argument("--run", required=True, help="name of the run")
+    parser = stage_parser(__doc__, needs="run evaluation model output")
     parser.add_argument(
         "--folders", type=Path, nargs="+", required=True, help="folders with SHA256SUMS"
     )
     parser.add_argument("--files", type=Path, nargs="+", required=True, help="further files")
-    parser.add_argument("--evaluation", type=Path, required=True, help="the run's evaluation")
-    parser.add_argument("--model", type=Path, required=True, help="folder of the original model")
     parser.add_argument("--data", type=Path, nargs="+", required=True, help="raw data")
     parser.add_argument("--require", type=json.loads, required=True, help="evaluate.require, JSON")
     parser.add_argument("--published", type=Path, required=True, help="folder that is published")
-    parser.add_argument("--output", type=Path, required=True, help="certificate.json to write")
     run(main, parser)

@@ -5,7 +5,6 @@ It writes only the vocabulary, which is deleted. Writes `check.json` on success.
 
 import argparse
 import logging
-from pathlib import Path
 
 from workflow.lib.export.gguf_files import check_convertible
 from workflow.lib.system.files import provenance, write_checked_json
@@ -21,8 +20,4 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = stage_parser(__doc__, config_required=False)
-    parser.add_argument("--model", type=Path, required=True, help="folder of the original model")
-    parser.add_argument("--llama-cpp", type=Path, required=True, help="folder of its converters")
-    parser.add_argument("--output", type=Path, required=True, help="check.json to write")
-    run(main, parser)
+    run(main, stage_parser(__doc__, needs="model llama_cpp output", config_required=False))

@@ -142,11 +142,7 @@ def in_gguf(
 
 
 if __name__ == "__main__":
-    parser = stage_parser(__doc__)
-    parser.add_argument("--python", type=Path, help="Python of vLLM")
-    parser.add_argument("--llama-cpp", type=Path, help="folder of llama.cpp's converters")
+    parser = stage_parser(__doc__, needs="model output", takes="python llama_cpp")
     parser.add_argument("--served", required=True, help="which model will be served")
     parser.add_argument("--recovered", action="store_true", help="the base has a recovery adapter")
-    parser.add_argument("--model", type=Path, required=True, help="folder of the original model")
-    parser.add_argument("--output", type=Path, required=True, help="servable.json to write")
     run(main, parser)

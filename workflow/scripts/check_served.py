@@ -182,15 +182,8 @@ def trained_loss(path: Path, asked: Asked) -> float | None:
 
 
 if __name__ == "__main__":
-    parser = stage_parser(__doc__)
-    parser.add_argument("--python", type=Path, help="Python of vLLM")
-    parser.add_argument("--gguf", type=Path, help="folder of the GGUF files, for llama.cpp")
+    parser = stage_parser(
+        __doc__, needs="adapter parity evaluation tokens output", takes="python gguf model merged"
+    )
     parser.add_argument("--served", choices=SUBJECTS, required=True, help="which is served")
-    parser.add_argument("--model", type=Path, help="folder of the original model")
-    parser.add_argument("--merged", type=Path, help="folder of the merged model")
-    parser.add_argument("--adapter", type=Path, required=True, help="folder of the adapter")
-    parser.add_argument("--parity", type=Path, required=True, help="parity.json of the export")
-    parser.add_argument("--evaluation", type=Path, required=True, help="the run's evaluation")
-    parser.add_argument("--tokens", type=Path, required=True, help="folder of the tokens")
-    parser.add_argument("--output", type=Path, required=True, help="served.json to write")
     run(main, parser)

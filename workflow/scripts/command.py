@@ -35,16 +35,43 @@ WAIT_S = 60.0  # for a process that writes the same output
 PEER_FIRST_S = 2.0
 
 
-def stage_parser(
-    description: str | None, *, config_required: bool = True
-) -> argparse.ArgumentParser:
-    """Return a parser with the options that every stage has.
+# Options of several stages: their type, and what they name.
+OPTIONS: dict[str, tuple[type, str]] = {
+    "adapter": (Path, "folder of the exported adapter"),
+    "base": (Path, "folder of the NF4 base"),
+    "checkpoints": (Path, "folder of the run's checkpoints, kept between invocations"),
+    "evaluation": (Path, "folder of the run's evaluation"),
+    "gguf": (Path, "folder of the run's GGUF files"),
+    "llama_cpp": (Path, "folder of llama.cpp's converters"),
+    "manifest": (Path, "manifest.json of the tokens"),
+    "merged": (Path, "folder of the merged model"),
+    "model": (Path, "folder of the original model"),
+    "output": (Path, "file or folder to write"),
+    "parity": (Path, "parity.json of the export"),
+    "python": (Path, "Python of vLLM"),
+    "recovery": (Path, "shards of the base's recovery adapter"),
+    "run": (str, "name of the run"),
+    "scores": (Path, "folder of the scores of the tokens, by a reference or a teacher"),
+    "start": (Path, "folder of the adapter that the run continues"),
+    "step": (int, "step of the checkpoint"),
+    "summary": (Path, "summary.json of the training"),
+    "tokens": (Path, "folder of the tokens"),
+}
 
-    Without a required `--config`, it may be None.
-    """
+
+def stage_parser(
+    description: str | None, *, needs: str = "", takes: str = "", config_required: bool = True
+) -> argparse.ArgumentParser:
+    """Return a parser with the options that every stage has, and those of `OPTIONS` that this one
+    has. needs, takes: the names of required and of other ones. Without a required `--config`, it
+    may be None."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    for name in (*needs.split(), *takes.split()):
+        kind, text = OPTIONS[name]
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, type=kind, required=name in needs.split(), help=text)
     parser.add_argument(
         "--config", type=json.loads, required=config_required, help="the stage's settings, JSON"
     )

@@ -8,7 +8,6 @@ the trained model's, or its tokenizer writes conversations differently, nothing 
 
 import argparse
 import logging
-import shutil
 from itertools import chain
 from pathlib import Path
 
@@ -54,11 +53,7 @@ from workflow.lib.system.checksums import (
     without_weights,
 )
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.files import (
-    put_in_place,
-    write_checked_json,
-    write_checksums,
-)
+from workflow.lib.system.files import new_folder, write_checked_json, write_checksums
 from workflow.scripts.command import run, stage_parser
 
 logger = logging.getLogger("workflow")
@@ -66,8 +61,6 @@ logger = logging.getLogger("workflow")
 
 def main(args: argparse.Namespace) -> None:
     config = RunConfig.model_validate(args.config)
-    partial = args.output.with_name(f".{args.output.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
     facts = read_record(args.manifest, ConversationFacts)
     summary = read_record(args.finetune / "summary.json", Summary)
     trained = RecordedFile(args.finetune, "parity.safetensors", summary.parity_sha256)
@@ -77,22 +70,22 @@ def main(args: argparse.Namespace) -> None:
         read_sharded_adapter(args.finetune / "adapter"),
         read_artifact(args.finetune / "adapter_config.json"),
     )
-    names, on_16_bits = write_peft_folder(
-        adapter,
-        partial / "adapter",
-        config,
-        model=args.model,
-        base=args.base,
-        recovery=args.recovery,
-        facts=facts,
-    )
-    parity = prove(args, config, partial / "adapter", names=names)
-    write_checked_json(partial / "parity.json", parity.as_json())
-    if config.export.merged:
-        on_nf4 = config.export.merge_onto == "dequantized"
-        merged = adapter if on_nf4 else on_16_bits
-        merge(args, config, merged, partial / "merged", facts=facts)
-    put_in_place(partial, args.output)
+    with new_folder(args.output) as folder:
+        names, on_16_bits = write_peft_folder(
+            adapter,
+            folder / "adapter",
+            config,
+            model=args.model,
+            base=args.base,
+            recovery=args.recovery,
+            facts=facts,
+        )
+        parity = prove(args, config, folder / "adapter", names=names)
+        write_checked_json(folder / "parity.json", parity.as_json())
+        if config.export.merged:
+            on_nf4 = config.export.merge_onto == "dequantized"
+            merged = adapter if on_nf4 else on_16_bits
+            merge(args, config, merged, folder / "merged", facts=facts)
 
 
 def prove(
@@ -106,10 +99,7 @@ def prove(
         device=device,
         compute_dtype=dtype,
         attention=resolve_attention(
-            config.model.attention,
-            device,
-            read_attention_needs(args.base),
-            compute_dtype=dtype,
+            config.model.attention, device, read_attention_needs(args.base), compute_dtype=dtype
         ),
     )
     model = load_adapter(base, adapter)
@@ -175,11 +165,6 @@ def merge(
 
 
 if __name__ == "__main__":
-    parser = stage_parser(__doc__)
+    parser = stage_parser(__doc__, needs="base model manifest output", takes="recovery")
     parser.add_argument("--finetune", type=Path, required=True, help="folder of the finetune stage")
-    parser.add_argument("--base", type=Path, required=True, help="folder of the NF4 base")
-    parser.add_argument("--model", type=Path, required=True, help="folder of the original model")
-    parser.add_argument("--manifest", type=Path, required=True, help="manifest.json of the tokens")
-    parser.add_argument("--recovery", type=Path, help="shards of the base's recovery adapter")
-    parser.add_argument("--output", type=Path, required=True, help="folder of the exported files")
     run(main, parser)

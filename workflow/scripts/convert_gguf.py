@@ -8,7 +8,6 @@ documents within a bound, greedy answers. Writes the folder `--output`: the file
 
 import argparse
 import logging
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,11 +46,7 @@ from workflow.lib.quantization.layer_stream import attention_of
 from workflow.lib.settings.config import ExportConfig
 from workflow.lib.settings.evaluate import GgufForm, GgufFormat
 from workflow.lib.system.checksums import downloaded_files, listed_files
-from workflow.lib.system.files import (
-    put_in_place,
-    write_checked_json,
-    write_checksums,
-)
+from workflow.lib.system.files import new_folder, write_checked_json, write_checksums
 from workflow.scripts.command import run, stage_parser
 
 logger = logging.getLogger("workflow")
@@ -83,24 +78,21 @@ class Served:
 
 def main(args: argparse.Namespace) -> None:
     settings = ExportConfig.model_validate(args.config["export"])
-    partial = args.output.with_name(f".{args.output.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     probes = read_record(args.tokens / "manifest.json", ConversationFacts).probes
     files: list[GgufFile] = []
-    for form in settings.gguf_of:
-        served = served_form(args, form, settings.gguf, folder=partial)
-        options = {"llama_cpp": args.llama_cpp, "threads": torch.get_num_threads()}
-        write_models(served.source, served.files, **options)
-        if served.adapter is not None and served.adapter_file is not None:
-            write_adapter(
-                served.adapter, served.source, served.adapter_file, llama_cpp=args.llama_cpp
-            )
-        files += checked(served, probes, tokens=args.tokens)
-    checks = GgufChecks(files=files, provenance=Provenance.now())
-    write_checked_json(partial / "gguf.json", checks.as_json())
-    write_checksums(partial)
-    put_in_place(partial, args.output)
+    with new_folder(args.output) as folder:
+        for form in settings.gguf_of:
+            served = served_form(args, form, settings.gguf, folder=folder)
+            options = {"llama_cpp": args.llama_cpp, "threads": torch.get_num_threads()}
+            write_models(served.source, served.files, **options)
+            if served.adapter is not None and served.adapter_file is not None:
+                write_adapter(
+                    served.adapter, served.source, served.adapter_file, llama_cpp=args.llama_cpp
+                )
+            files += checked(served, probes, tokens=args.tokens)
+        checks = GgufChecks(files=files, provenance=Provenance.now())
+        write_checked_json(folder / "gguf.json", checks.as_json())
+        write_checksums(folder)
 
 
 def served_form(
@@ -178,17 +170,6 @@ def log_result(file: GgufFile) -> None:
     )  # fmt: skip
 
 
-def parser() -> argparse.ArgumentParser:
-    options = stage_parser(__doc__)
-    options.add_argument("--run", required=True, help="name of the run")
-    options.add_argument("--merged", type=Path, help="folder of the merged model")
-    options.add_argument("--model", type=Path, help="folder of the original model")
-    options.add_argument("--adapter", type=Path, required=True, help="folder of the adapter")
-    options.add_argument("--tokens", type=Path, required=True, help="folder of the tokens")
-    options.add_argument("--llama-cpp", type=Path, required=True, help="folder of its converters")
-    options.add_argument("--output", type=Path, required=True, help="folder to write")
-    return options
-
-
 if __name__ == "__main__":
-    run(main, parser())
+    needs = "run adapter tokens llama_cpp output"
+    run(main, stage_parser(__doc__, needs=needs, takes="merged model"))

@@ -62,7 +62,7 @@ def describe(found: RungRun, steps: int) -> str:
 
 
 if __name__ == "__main__":
-    parser = stage_parser(__doc__)
+    parser = stage_parser(__doc__, needs="output")
     parser.add_argument("--steps", type=int, required=True, help="optimizer steps of the rung")
     parser.add_argument(
         "--evaluations", type=Path, nargs="+", required=True, help="evaluations, in order of runs"
@@ -70,5 +70,4 @@ if __name__ == "__main__":
     parser.add_argument(
         "--summaries", type=Path, nargs="+", required=True, help="summaries, in order of runs"
     )
-    parser.add_argument("--output", type=Path, required=True, help="the rung, JSON")
     run(main, parser)

@@ -8,7 +8,6 @@ not belong together, end with exit status 1."""
 import argparse
 import json
 import logging
-from pathlib import Path
 
 from workflow.lib.model.architecture.model_shape import (
     CONFIG,
@@ -48,13 +47,7 @@ def _mixing(kind: DecoderLayer) -> str:
     return " with ".join(parts) or "neither attention nor recurrence"
 
 
-def parser() -> argparse.ArgumentParser:
-    options = stage_parser(__doc__, config_required=False)
-    options.add_argument("--model", type=Path, required=True, help="folder of the base model")
-    options.add_argument("--checks", type=json.loads, default={}, help=CHECKS_HELP)
-    options.add_argument("--output", type=Path, required=True, help="description.json to write")
-    return options
-
-
 if __name__ == "__main__":
-    run(main, parser())
+    parser = stage_parser(__doc__, needs="model output", config_required=False)
+    parser.add_argument("--checks", type=json.loads, default={}, help=CHECKS_HELP)
+    run(main, parser)

@@ -79,6 +79,4 @@ def _unpack(archive: Path, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = stage_parser(__doc__)
-    parser.add_argument("--output", type=Path, required=True, help="folder to write")
-    run(main, parser)
+    run(main, stage_parser(__doc__, needs="output"))

@@ -60,12 +60,7 @@ def check_runs(
     check_models(checks, describe_file(config))
 
 
-def parser() -> argparse.ArgumentParser:
-    options = stage_parser(__doc__)
-    options.add_argument("--checks", type=json.loads, default={}, help=CHECKS_HELP)
-    options.add_argument("--output", type=Path, required=True, help="folder that is created")
-    return options
-
-
 if __name__ == "__main__":
-    run(main, parser())
+    parser = stage_parser(__doc__, needs="output")
+    parser.add_argument("--checks", type=json.loads, default={}, help=CHECKS_HELP)
+    run(main, parser)

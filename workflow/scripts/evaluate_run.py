@@ -69,25 +69,14 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = stage_parser(__doc__)
-    parser.add_argument("--run", required=True, help="name of the run")
-    parser.add_argument("--base", type=Path, required=True, help="folder of the NF4 base")
-    parser.add_argument(
-        "--adapter", type=Path, required=True, help="folder of the exported adapter"
+    parser = stage_parser(
+        __doc__, needs="run base adapter tokens output", takes="model start merged scores"
     )
-    parser.add_argument("--model", type=Path, help="folder of the original; default: not measured")
-    parser.add_argument("--start", type=Path, help="folder of the adapter of the run before")
-    parser.add_argument("--merged", type=Path, help="folder of the merged model; default: none")
     parser.add_argument(
         "--subjects", nargs="+", choices=SUBJECTS, required=True, help="models to measure"
     )
     parser.add_argument("--served", choices=SUBJECTS, required=True, help="which is served")
-    parser.add_argument("--tokens", type=Path, required=True, help="folder of the tokens")
-    parser.add_argument(
-        "--scores", type=Path, help="folder of the reference's scores of the tokens"
-    )
     parser.add_argument("--archive", type=Path, required=True, help="folder of finished parts")
-    parser.add_argument("--output", type=Path, required=True, help="folder to write")
     parser.add_argument(
         "--stream-original", action="store_true", help="read it layer by layer; of a new start"
     )

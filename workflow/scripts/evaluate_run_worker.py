@@ -6,7 +6,6 @@ here read environment variables at import, so `evaluate_run` sets those before."
 
 import argparse
 import logging
-import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -49,7 +48,7 @@ from workflow.lib.settings.config import (
 )
 from workflow.lib.settings.subjects import SUBJECT_LABELS, SubjectName
 from workflow.lib.system.checksums import RecordedFile, listed_files
-from workflow.lib.system.files import put_in_place, write_checked_json
+from workflow.lib.system.files import new_folder, write_checked_json
 
 logger = logging.getLogger("workflow")
 
@@ -205,11 +204,9 @@ def measure_all(
 
 def write(folder: Path, results: dict[SubjectName, Evaluation], items: Items) -> None:
     """Write one file a subject and the items, all or none, and log the results."""
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    for subject, evaluation in results.items():
-        write_checked_json(partial / f"{subject}.json", evaluation.as_json())
-    write_checked_json(partial / ITEMS, items.as_json())
-    put_in_place(partial, folder)
+    with new_folder(folder) as made:
+        for subject, evaluation in results.items():
+            write_checked_json(made / f"{subject}.json", evaluation.as_json())
+        write_checked_json(made / ITEMS, items.as_json())
     for line in summary_lines(results):
         logger.info("%s", line)

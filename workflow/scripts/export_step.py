@@ -5,7 +5,6 @@ run ended before the step, `not_reached.txt` says so, in place of an adapter."""
 
 import argparse
 import logging
-import shutil
 from pathlib import Path
 
 from workflow.lib.artifacts.manifest_record import ConversationFacts
@@ -21,7 +20,7 @@ from workflow.lib.system.checksums import (
     listed_files,
     without_weights,
 )
-from workflow.lib.system.files import put_in_place, write_checksums, write_text
+from workflow.lib.system.files import new_folder, write_checksums, write_text
 from workflow.lib.training.chosen_checkpoint import GO_BACK, chosen_checkpoint
 from workflow.scripts.command import run, stage_parser
 
@@ -31,14 +30,12 @@ NOT_REACHED = "not_reached.txt"
 
 
 def main(args: argparse.Namespace) -> None:
-    partial = args.output.with_name(f".{args.output.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
     last = read_record(args.summary, Summary).num_steps if args.summary else args.step
-    if args.step > last:
-        write_not_reached(partial, step=args.step, last=last)
-    else:
-        write_adapter(args, partial)
-    put_in_place(partial, args.output)
+    with new_folder(args.output) as folder:
+        if args.step > last:
+            write_not_reached(folder, step=args.step, last=last)
+        else:
+            write_adapter(args, folder)
 
 
 def write_not_reached(folder: Path, *, step: int, last: int) -> None:
@@ -47,7 +44,6 @@ def write_not_reached(folder: Path, *, step: int, last: int) -> None:
         f"train.early_stopping_patience ended the run after step {last}."
     )
     logger.warning("%s", reason)
-    folder.mkdir(parents=True)
     write_text(folder / NOT_REACHED, f"{reason}\n")
     write_checksums(folder)
 
@@ -74,16 +70,9 @@ def write_adapter(args: argparse.Namespace, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = stage_parser(__doc__)
-    parser.add_argument("--checkpoints", type=Path, required=True, help="the run's checkpoints")
-    parser.add_argument("--step", type=int, required=True, help="step of the checkpoint")
+    needs = "checkpoints step base model manifest output"
+    parser = stage_parser(__doc__, needs=needs, takes="recovery summary")
     parser.add_argument(
         "--adapter-config", type=Path, required=True, help="adapter_config.json of the training"
     )
-    parser.add_argument("--base", type=Path, required=True, help="folder of the NF4 base")
-    parser.add_argument("--model", type=Path, required=True, help="folder of the original model")
-    parser.add_argument("--manifest", type=Path, required=True, help="manifest.json of the tokens")
-    parser.add_argument("--recovery", type=Path, help="shards of the base's recovery adapter")
-    parser.add_argument("--summary", type=Path, help="summary.json of the run, if it has ended")
-    parser.add_argument("--output", type=Path, required=True, help="folder of the adapter")
     run(main, parser)

@@ -4,13 +4,11 @@ The copy is a model folder like any other: tokens, NF4 base, evaluation and expo
 
 import argparse
 import logging
-import shutil
-from pathlib import Path
 
 from workflow.lib.export.extended_model import write_extended
 from workflow.lib.settings.config import ModelConfig
 from workflow.lib.system.checksums import check_files, downloaded_files, without_weights
-from workflow.lib.system.files import put_in_place
+from workflow.lib.system.files import new_folder
 from workflow.scripts.command import run, stage_parser
 
 logger = logging.getLogger("workflow")
@@ -19,15 +17,10 @@ logger = logging.getLogger("workflow")
 def main(args: argparse.Namespace) -> None:
     tokens = ModelConfig.model_validate(args.config["model"]).add_tokens
     check_files(without_weights(downloaded_files(args.model)))
-    partial = args.output.with_name(f".{args.output.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    added = write_extended(args.model, partial, tokens)
-    put_in_place(partial, args.output)
+    with new_folder(args.output) as folder:
+        added = write_extended(args.model, folder, tokens)
     logger.info("added %s as tokens %d to %d", ", ".join(tokens), added.start, added.stop - 1)
 
 
 if __name__ == "__main__":
-    parser = stage_parser(__doc__)
-    parser.add_argument("--model", type=Path, required=True, help="folder of the base model")
-    parser.add_argument("--output", type=Path, required=True, help="folder of the model with them")
-    run(main, parser)
+    run(main, stage_parser(__doc__, needs="model output"))

@@ -42,24 +42,11 @@ def tracking_settings(args: argparse.Namespace) -> TrackingConfig:
 
 def command_line(description: str | None) -> argparse.ArgumentParser:
     """Return the parser of the stage's options, which its workers get too."""
-    parser = stage_parser(description)
-    parser.add_argument("--run", required=True, help="name of the run")
-    parser.add_argument("--base", type=Path, required=True, help="folder of the NF4 base")
-    parser.add_argument("--tokens", type=Path, required=True, help="tokens folder")
-    parser.add_argument(
-        "--scores", type=Path, help="folder of the reference's or the teacher's scores"
-    )
+    needs = "run base tokens checkpoints output"
+    parser = stage_parser(description, needs=needs, takes="scores start")
     parser.add_argument(
         "--preflight", type=Path, required=True, help="preflight.json with the plan"
     )
-    parser.add_argument(
-        "--checkpoints",
-        type=Path,
-        required=True,
-        help="folder of checkpoints, kept between invocations",
-    )
-    parser.add_argument("--output", type=Path, required=True, help="folder of the results")
-    parser.add_argument("--start", type=Path, help="folder of the adapter that is continued")
     parser.add_argument(
         "--lineage", type=json.loads, default=[], help="what was trained before, JSON"
     )

@@ -77,11 +77,7 @@ def guarded_work(args: argparse.Namespace, config: RunConfig, preflight: Preflig
 
 
 def work(
-    args: argparse.Namespace,
-    config: RunConfig,
-    plan: StepPlan,
-    *,
-    predicted_s: float | None = None,
+    args: argparse.Namespace, config: RunConfig, plan: StepPlan, *, predicted_s: float | None = None
 ) -> None:
     """predicted_s: of a step; None if unknown."""
     rank, step_s = int(os.environ["RANK"]), config.train.hang_seconds
@@ -221,12 +217,7 @@ def resume_run(checkpoints: Path, run: TrainingRun, watch: TimeWatch, pulse: Pul
     optimizer = make_optimizer(training, settings)
     pulse.phase("looking for a checkpoint", num_bytes=(settings.keep_checkpoints + 1) * state_bytes)
     resumed = resume_(
-        checkpoints,
-        training,
-        optimizer,
-        identity=run.identity,
-        world=world,
-        num_steps=num_steps,
+        checkpoints, training, optimizer, identity=run.identity, world=world, num_steps=num_steps
     )
     exported = run.config.export.steps
     for step in (x for x in exported if x <= resumed.step):

@@ -11,11 +11,7 @@ from pathlib import Path
 
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.model.architecture.shipped_shapes import known_models
-from workflow.lib.planning.preflight.machine_table import (
-    Answer,
-    Offer,
-    machine_table,
-)
+from workflow.lib.planning.preflight.machine_table import Answer, Offer, machine_table
 from workflow.lib.planning.preflight.questions import (
     LENGTH_STEP,
     Asked,

@@ -52,13 +52,8 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = stage_parser(__doc__)
-    parser.add_argument("--run", required=True, help="name of the run")
+    parser = stage_parser(__doc__, needs="run summary parity evaluation output")
     parser.add_argument("--folder", type=Path, required=True, help="folder to upload")
     parser.add_argument("--card", type=Path, required=True, help="the model card")
-    parser.add_argument("--summary", type=Path, required=True, help="summary.json of the training")
-    parser.add_argument("--parity", type=Path, required=True, help="parity.json of the export")
     parser.add_argument("--certificate", type=Path, required=True, help="certificate of the run")
-    parser.add_argument("--evaluation", type=Path, required=True, help="the run's evaluation")
-    parser.add_argument("--output", type=Path, required=True, help="published.json to write")
     run(main, parser)

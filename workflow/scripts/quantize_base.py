@@ -170,11 +170,7 @@ def write_weights(
     recorded = downloaded_files(source)
     with ConvertedReader(source, model, recorded=recorded, finite=True) as reader:
         tensors = quantized_tensors(
-            reader,
-            quantizable_linears(model),
-            settings,
-            device=device,
-            stacks=expert_stacks(model),
+            reader, quantizable_linears(model), settings, device=device, stacks=expert_stacks(model)
         )
         count = len(reader.names())
         for _, parts in tqdm(
@@ -185,12 +181,9 @@ def write_weights(
     return writer.total_bytes
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    parser.add_argument("--model", type=Path, required=True, help="folder of the original model")
-    parser.add_argument("--tokens", type=Path, help="tokens folder, read where it calibrates")
-    parser.add_argument("--output", type=Path, required=True, help="folder of the NF4 model")
-    return parser
+def parser() -> argparse.ArgumentParser:
+    return stage_parser(__doc__, needs="model output", takes="tokens")
 
 
 if __name__ == "__main__":
-    run(main, add_arguments(stage_parser(__doc__)))
+    run(main, parser())

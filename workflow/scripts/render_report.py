@@ -63,14 +63,13 @@ def run_folders(text: str) -> list[RunFolders]:
 
 
 def parser() -> argparse.ArgumentParser:
-    options = stage_parser(__doc__)
+    options = stage_parser(__doc__, needs="output")
     options.add_argument(
         "--runs", type=run_folders, required=True, help="folders of every run, JSON (`RunFolders`)"
     )
     options.add_argument(
         "--rungs", type=Path, nargs="+", default=[], help="decisions of the sweep, ascending"
     )
-    options.add_argument("--output", type=Path, required=True, help="the page, HTML")
     options.add_argument("--comparison", type=Path, required=True, help="the table, CSV")
     return options
 

@@ -28,7 +28,6 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = stage_parser(__doc__)
+    parser = stage_parser(__doc__, needs="output")
     parser.add_argument("--runs-dir", type=Path, required=True, help="folder with a folder a run")
-    parser.add_argument("--output", type=Path, required=True, help="requirements.json to write")
     run(main, parser)

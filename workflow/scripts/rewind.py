@@ -16,9 +16,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = stage_parser(__doc__, config_required=False)
-    parser.add_argument("--checkpoints", type=Path, required=True, help="the run's checkpoints")
-    parser.add_argument("--step", type=int, required=True, help="step of the checkpoint")
+    parser = stage_parser(__doc__, needs="checkpoints step", config_required=False)
     parser.add_argument(
         "--results", type=Path, required=True, help="what the training left at its end"
     )

@@ -200,11 +200,7 @@ def opened(
 
 
 def score(
-    scorer: Scorer,
-    tokens: TokenStore,
-    writer: ScoreWriter,
-    pending: list[Part],
-    process: Process,
+    scorer: Scorer, tokens: TokenStore, writer: ScoreWriter, pending: list[Part], process: Process
 ) -> None:
     """Score and write the pending shards. Collective."""
     logger.info(
@@ -230,9 +226,7 @@ def score(
 
 
 if __name__ == "__main__":
-    parser = stage_parser(__doc__)
-    parser.add_argument("--tokens", type=Path, required=True, help="folder of the tokens")
-    parser.add_argument("--base", type=Path, help="folder of the NF4 base")
+    parser = stage_parser(__doc__, needs="tokens output", takes="base")
     parser.add_argument("--model", type=Path, help="folder of an adapter on it, or of a model")
     parser.add_argument("--tokenizer", type=Path, required=True, help="model that is trained")
     parser.add_argument("--setting", required=True, help="setting that names the scored model")
@@ -244,5 +238,4 @@ if __name__ == "__main__":
         "--way", choices=("whole", "sharded", "streamed"), help="default: the first that fits"
     )
     parser.add_argument("--processes", type=int, help="default: one a GPU")
-    parser.add_argument("--output", type=Path, required=True, help="folder to write")
     run(main, parser)

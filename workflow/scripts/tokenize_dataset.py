@@ -337,23 +337,18 @@ def write_arrays(
     )
     pad = tokenizer_facts["pad_token_id"]
     packed_rows = write_train(
-        folder,
-        windows,
-        seq_len=settings.seq_len,
-        pad_token_id=pad,
-        more=optional_arrays(train),
+        folder, windows, seq_len=settings.seq_len, pad_token_id=pad, more=optional_arrays(train)
     )
     write_heldout(folder, blocks(heldout), more=optional_arrays(heldout))
     return packed_rows
 
 
 if __name__ == "__main__":
-    parser = stage_parser(__doc__)
+    parser = stage_parser(__doc__, needs="output")
     parser.add_argument(
         "--dataset", type=Path, default=Path(), help="folder in which the data's paths begin"
     )
     parser.add_argument("--tokenizer", type=Path, required=True, help="folder of the tokenizer")
-    parser.add_argument("--output", type=Path, required=True, help="tokens folder")
     parser.add_argument(
         "--processes", type=int, default=available_processes(), help="how many encode at once"
     )

@@ -50,19 +50,11 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = stage_parser(__doc__)
-    parser.add_argument("--summary", type=Path, required=True, help="summary.json of the training")
+    needs = "summary base manifest parity evaluation output"
+    parser = stage_parser(__doc__, needs=needs, takes="gguf")
     parser.add_argument(
         "--adapter-config", type=Path, required=True, help="adapter_config.json of the export"
     )
-    parser.add_argument("--base", type=Path, required=True, help="folder of the NF4 base")
-    parser.add_argument("--manifest", type=Path, required=True, help="manifest.json of the tokens")
-    parser.add_argument("--parity", type=Path, required=True, help="parity.json of the export")
-    parser.add_argument(
-        "--evaluation", type=Path, required=True, help="folder of the run's evaluation"
-    )
-    parser.add_argument("--gguf", type=Path, help="folder of the run's GGUF files")
     parser.add_argument("--served", type=Path, help="served.json of the run")
-    parser.add_argument("--output", type=Path, required=True, help="README.md to write")
     # One small file, replaced at once; a lock would remain in the published adapter's folder.
     run(main, parser, locks_itself=True)

@@ -320,7 +320,7 @@ def write_merged(
     *,
     settings: ExportConfig,
 ) -> int:
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     writer = ShardWriter(folder, shard_bytes=int(settings.shard_gib * 2**30))
     for name, tensor in tensors:
         writer.add({name: tensor.contiguous()})

@@ -80,6 +80,19 @@ def put_in_place(partial: Path, final: Path) -> None:
     sync(final.parent)
 
 
+@contextmanager
+def new_folder(final: Path) -> Iterator[Path]:
+    """Yield an empty folder beside `final`: fsynced and renamed on success, else removed."""
+    partial = final.with_name(f".{final.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        put_in_place(partial, final)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
 def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
@@ -236,7 +249,7 @@ def provenance() -> dict[str, Any]:
     """Return the provenance of an artifact: stage, commit, versions, platform, UTC time; no host,
     user or absolute path."""
     return {
-        "stage": Path(sys.argv[0]).stem,
+        "stage": Path(sys.argv[0]).stem.removesuffix("_worker"),
         "commit": source_commit(),
         "packages": package_versions(),
         "platform": f"{platform.system()} {platform.machine()}",

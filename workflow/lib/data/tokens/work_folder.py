@@ -14,7 +14,7 @@ from workflow.lib.data.tokens.process_pool import KilledError
 from workflow.lib.data.tokens.token_store import REJECTS, TRUNCATED
 from workflow.lib.system.artifact_files import checked_line
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.files import put_in_place
+from workflow.lib.system.files import new_folder
 
 # Why a held-out row is dropped.
 OVERLAP = "duplicate of a training row"
@@ -99,21 +99,15 @@ def tell_of_others(parent: Path) -> None:
 def finished_folder(output: Path) -> Iterator[tuple[Path, Listing]]:
     """Yield a new folder, and the listing in it, that replaces `output` once complete. After a
     failure only the list of dropped rows, if any, is left beside `output`."""
-    partial = output.with_name(f".{output.name}.partial")
-    remove_folder(partial)
     rejects_beside(output).unlink(missing_ok=True)  # of an earlier attempt
-    partial.mkdir(parents=True)
-    try:
-        with Listing(rejects=partial / REJECTS, truncated=partial / TRUNCATED) as listing:
-            yield partial, listing
-    except UserError:
-        if (partial / REJECTS).stat().st_size:
-            shutil.copyfile(partial / REJECTS, rejects_beside(output))
-        raise
-    else:
-        put_in_place(partial, output)
-    finally:
-        remove_folder(partial)
+    with new_folder(output) as folder:
+        try:
+            with Listing(rejects=folder / REJECTS, truncated=folder / TRUNCATED) as listing:
+                yield folder, listing
+        except UserError:
+            if (folder / REJECTS).stat().st_size:
+                shutil.copyfile(folder / REJECTS, rejects_beside(output))
+            raise
 
 
 def remove_folder(folder: Path) -> None:
