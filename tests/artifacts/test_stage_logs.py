@@ -4,6 +4,8 @@ import os
 import subprocess
 import time
 
+import pytest
+
 from workflow.lib.artifacts.stage_logs import BEGUN, ENDED, failure_causes, from_the_future
 from workflow.lib.system.errors import PeerLostError
 
@@ -17,19 +19,28 @@ def log(folder, *lines, name="finetune/demo.log"):
     return path
 
 
-def test_last_error_of_a_log_is_the_cause(tmp_path):
-    path = log(tmp_path, f"{STAMP} INFO began", f"{STAMP} ERROR data.train: no rows")
-    assert failure_causes(tmp_path, since=0) == [f"{path}: data.train: no rows"]
+CAUSES = {
+    "last error": (
+        [f"{STAMP} INFO began", f"{STAMP} ERROR data.train: no rows"],
+        "data.train: no rows",
+    ),
+    "later success": ([f"{STAMP} ERROR first try", f"{STAMP} INFO second try worked"], None),
+    "traceback, by its ends": (
+        [f"{STAMP} ERROR failed unexpectedly", "Traceback:", "  x", "KeyError: 'a'"],
+        "failed unexpectedly ... KeyError: 'a'",
+    ),
+    "end that was told": (
+        [f"{STAMP} DEBUG {BEGUN}", f"{STAMP} INFO done", f"{STAMP} DEBUG {ENDED}"],
+        None,
+    ),
+}
 
 
-def test_a_log_that_ends_well_has_no_cause(tmp_path):
-    log(tmp_path, f"{STAMP} ERROR first try", f"{STAMP} INFO second try worked")
-    assert failure_causes(tmp_path, since=0) == []
-
-
-def test_a_traceback_is_shortened_to_its_ends(tmp_path):
-    path = log(tmp_path, f"{STAMP} ERROR failed unexpectedly", "Traceback:", "  x", "KeyError: 'a'")
-    assert failure_causes(tmp_path, since=0) == [f"{path}: failed unexpectedly ... KeyError: 'a'"]
+@pytest.mark.parametrize(("lines", "cause"), CAUSES.values(), ids=CAUSES)
+def test_error_that_ends_a_log_is_the_cause(tmp_path, lines, cause):
+    assert failure_causes(tmp_path / "logs", since=0) == [], "a workflow without logs"
+    path = log(tmp_path, *lines)
+    assert failure_causes(tmp_path, since=0) == ([f"{path}: {cause}"] if cause else [])
 
 
 def test_logs_of_earlier_invocations_are_left_out(tmp_path):
@@ -61,11 +72,6 @@ def test_the_cause_on_one_machine_is_told_though_others_write_after_it(tmp_path)
     assert failure_causes(tmp_path, since=0) == [f"{path}: training was stopped by a signal"]
 
 
-def test_a_stage_that_ended_was_not_killed(tmp_path):
-    log(tmp_path, f"{STAMP} DEBUG {BEGUN}", f"{STAMP} INFO done", f"{STAMP} DEBUG {ENDED}")
-    assert failure_causes(tmp_path, since=0) == []
-
-
 def test_files_from_the_future_are_named_with_the_command_that_mends_them(tmp_path):
     rows, results = tmp_path / "my rows.jsonl", tmp_path / "results"
     made = results / "base" / "model.safetensors"
@@ -77,7 +83,3 @@ def test_files_from_the_future_are_named_with_the_command_that_mends_them(tmp_pa
     _, _, command = message.partition("This mends it: ")
     subprocess.run(command, shell=True, check=True)
     assert from_the_future([rows, results]) is None
-
-
-def test_a_workflow_without_logs_has_no_cause(tmp_path):
-    assert failure_causes(tmp_path / "logs", since=0) == []

@@ -136,15 +136,11 @@ def test_multiple_choice_equals_the_likeliest_answers_computed_directly(model, t
     assert 0 < sum(expected) < len(expected)
     items = found.items["direct", "acc"]
     assert [items[key] for key in sorted(items)] == expected
-    assert found.scores["direct"].metrics["acc"].value == pytest.approx(np.mean(expected))
-
-
-def test_scores_have_standard_error_items_and_version(model, tokenizer, tmp_path):
-    found = scores(model, tokenizer, task_file(tmp_path, "fields")).scores["fields"]
-    accuracy = found.metrics["acc"]
-    expected = np.sqrt(accuracy.value * (1 - accuracy.value) / 12)  # 13 items, less one
-    assert accuracy.stderr == pytest.approx(expected)
-    assert (found.items, found.version) == (13, 3.0)
+    task, mean = found.scores["direct"], np.mean(expected)
+    accuracy = task.metrics["acc"]
+    error = np.sqrt(mean * (1 - mean) / 12)  # 13 items, less one
+    assert (accuracy.value, accuracy.stderr) == pytest.approx((mean, error))
+    assert (task.items, task.version) == (13, 3.0)
 
 
 def test_items_of_a_metric_that_is_not_their_mean_are_not_kept(model, tokenizer, tmp_path):
@@ -304,6 +300,7 @@ def test_task_template_cannot_fill_the_memory_with_a_range():
         utils.apply_template("{% for i in range(10 ** 12) %}{% endfor %}", {})
 
 
+EVIL = EvaluateConfig(tasks=("evil",), apply_chat_template=False)
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 # What would be written, and how: computed for each item, or once as a constant.
 FLOODS = [
@@ -332,9 +329,8 @@ def test_task_template_is_stopped_at_bounds_of_time_memory_and_text(template, sa
 def test_task_whose_template_is_stopped_is_refused_in_one_message(tmp_path, monkeypatch):
     monkeypatch.setattr(limits, "MAX_SECONDS", 0.05)
     write_task(tmp_path, doc_to_text=LOOPS)
-    settings = EvaluateConfig(tasks=("evil",), tasks_dir=str(tmp_path), apply_chat_template=False)
     with pytest.raises(UserError, match=r"^evaluate\.tasks: the template .* Change it in the task"):
-        load_tasks(settings, tokenizer=tiny_tokenizer(tmp_path / "t"), trained_template_sha256=None)
+        load(EVIL.model_copy(update={"tasks_dir": str(tmp_path)}), tiny_tokenizer(tmp_path / "t"))
 
 
 def test_task_template_cannot_change_what_it_is_given():
@@ -364,9 +360,8 @@ def write_task(folder, *, doc_to_text):
 def test_task_that_tries_to_escape_is_refused_in_one_message(tmp_path):
     target = tmp_path / "here"
     write_task(tmp_path, doc_to_text=ESCAPES["globals"].format(path=target))
-    settings = EvaluateConfig(tasks=("evil",), tasks_dir=str(tmp_path), apply_chat_template=False)
     with pytest.raises(UserError, match=r"evaluate\.tasks = .*SecurityError"):
-        load_tasks(settings, tokenizer=tiny_tokenizer(tmp_path / "t"), trained_template_sha256=None)
+        load(EVIL.model_copy(update={"tasks_dir": str(tmp_path)}), tiny_tokenizer(tmp_path / "t"))
     assert not target.exists()
 
 

@@ -4,10 +4,7 @@ from typing import Any
 
 import pytest
 
-from workflow.lib.artifacts.records import (
-    CalibrationFacts,
-    HeldoutLosses,
-)
+from workflow.lib.artifacts.records import CalibrationFacts, HeldoutLosses
 from workflow.lib.evaluation.results import four_bits_of, method_of, summarize
 from workflow.lib.system.files import provenance, write_checked_json
 
@@ -45,27 +42,20 @@ def record(**changes):
     return sizes | settings | changes
 
 
-def test_base_that_was_not_calibrated_has_no_cost(tmp_path):
-    assert four_bits_of(tmp_path) is None, "a base that was made elsewhere"
-    write_checked_json(tmp_path / "quantization.json", record())
-    assert four_bits_of(tmp_path) is None
-    write_checked_json(
-        tmp_path / "quantization.json", record(calibration=facts(documents=0).as_json())
-    )
-    assert four_bits_of(tmp_path) is None, "no held-out documents"
+CALIBRATED = {"method": "calibrated", "method_reason": "it is small"}
 
 
-def test_method_is_read_from_the_base_with_its_reason(tmp_path):
-    assert method_of(tmp_path) is None, "a base that was made elsewhere"
-    for changes, told in (
-        ({}, None),  # of an earlier version
-        ({"method": "absmax"}, "absmax"),
-        ({"method": "calibrated", "method_reason": "it is small"}, "calibrated (it is small)"),
-    ):
+@pytest.mark.parametrize(
+    ("changes", "method", "cost"),
+    [
+        (None, None, None),  # a base that was made elsewhere
+        ({}, None, None),  # of an earlier version
+        ({"method": "absmax"}, "absmax", None),
+        (CALIBRATED | {"calibration": facts(0).as_json()}, "calibrated (it is small)", None),
+        ({"calibration": facts().model_dump()}, None, summarize(facts())),
+    ],
+)
+def test_method_and_cost_are_read_from_the_base(tmp_path, changes, method, cost):
+    if changes is not None:
         write_checked_json(tmp_path / "quantization.json", record(**changes))
-        assert method_of(tmp_path) == told
-
-
-def test_cost_is_read_from_the_base(tmp_path):
-    write_checked_json(tmp_path / "quantization.json", record(calibration=facts().model_dump()))
-    assert four_bits_of(tmp_path) == summarize(facts())
+    assert (method_of(tmp_path), four_bits_of(tmp_path)) == (method, cost)

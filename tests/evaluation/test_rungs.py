@@ -18,10 +18,8 @@ def decided(runs, *, keep=1.0):
 
 def test_run_that_is_worse_on_every_document_ends_however_much_documents_differ():
     worse = [loss + 0.01 for loss in EASY_AND_HARD]
-    assert decided({"worse": worse, "best": EASY_AND_HARD}) == {
-        "best": "lowest loss",
-        "worse": "surely worse",
-    }
+    found = decided({"worse": worse, "best": EASY_AND_HARD})
+    assert found == {"best": "lowest loss", "worse": "surely worse"}
 
 
 def test_run_that_is_worse_on_some_documents_and_better_on_others_goes_on():
@@ -46,11 +44,8 @@ def test_at_most_the_share_goes_on_rounded_up_and_never_none(keep, count, left):
     assert [*reasons.values()].count("beyond keep") == count - left
 
 
-def test_run_alone_goes_on():
+def test_run_alone_goes_on_and_a_single_document_ends_none():
     assert decided({"one": EASY_AND_HARD}, keep=0.5) == {"one": "lowest loss"}
-
-
-def test_single_document_ends_no_run():
     assert decided({"best": [1.0], "other": [9.0]})["other"] == "not surely worse"
 
 

@@ -29,20 +29,22 @@ def test_names_are_those_of_tasks_tags_and_groups(tasks_dir):
     assert local_task_names(tasks_dir) == {"one", "two", "both", "few", "all_of_them"}
 
 
-def test_local_tasks_are_run_offline(tasks_dir):
-    variables = environment(EvaluateConfig(tasks=("one", "both"), tasks_dir=tasks_dir))
-    assert variables["HF_HUB_OFFLINE"] == variables["HF_DATASETS_OFFLINE"] == "1"
-
-
-def test_a_task_of_the_harness_may_use_the_network(tasks_dir):
-    settings = EvaluateConfig(tasks=("one", "arc_easy"), tasks_dir=tasks_dir)
-    assert "HF_HUB_OFFLINE" not in environment(settings)
-
-
-def test_code_of_the_hub_is_downloaded_only_where_the_settings_let_code_run():
-    settings = EvaluateConfig(tasks=("arc_easy",), tasks_dir=None)
-    assert environment(settings)["HF_EVALUATE_OFFLINE"] == "1"
-    assert "HF_EVALUATE_OFFLINE" not in environment(settings.model_copy(update={"task_code": True}))
+@pytest.mark.parametrize(
+    ("tasks", "code", "offline"),
+    [
+        (("one", "both"), False, {"HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE"}),
+        (("one", "arc_easy"), False, {"HF_EVALUATE_OFFLINE"}),
+        (("arc_easy",), True, set()),
+    ],
+    ids=["local tasks", "a task of the harness", "code is allowed"],
+)
+def test_network_is_for_tasks_of_the_harness_and_code_of_the_hub_is_asked_for(
+    tasks_dir, tasks, code, offline
+):
+    settings = EvaluateConfig(tasks=tasks, tasks_dir=tasks_dir, task_code=code)
+    variables = {name: value for name, value in environment(settings).items() if "OFFLINE" in name}
+    assert variables.keys() - {"TRANSFORMERS_OFFLINE"} == offline
+    assert {*variables.values()} <= {"1"}
 
 
 def test_folder_that_is_not_there_is_refused(tmp_path):

@@ -32,9 +32,13 @@ NO_SETTINGS = {
 }
 
 
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "mine.yaml"
+
+
 @pytest.mark.parametrize(("text", "line", "said"), NO_SETTINGS.values(), ids=NO_SETTINGS)
-def test_mistake_of_yaml_is_named_with_file_and_line(tmp_path, text, line, said):
-    path = tmp_path / "mine.yaml"
+def test_mistake_of_yaml_is_named_with_file_and_line(path, text, line, said):
     path.write_text(text)
     with pytest.raises(UserError) as caught:
         check_yaml(path)
@@ -42,32 +46,24 @@ def test_mistake_of_yaml_is_named_with_file_and_line(tmp_path, text, line, said)
     assert said in str(caught.value)
 
 
-def test_an_empty_file_holds_no_mistake(tmp_path):
-    path = tmp_path / "mine.yaml"
-    path.write_text("# nothing yet\n")
-    assert check_yaml(path) is None
-
-
-def test_numbers_as_they_look_and_texts_in_quotes_are_no_mistakes(tmp_path):
-    path = tmp_path / "mine.yaml"
-    path.write_text("a: [0, -0, 0.5, 00.5, 1_000, 0x10, 1e-4, '010', \"1:30\", 2026-01-01, 08]\n")
+@pytest.mark.parametrize(
+    "text",
+    [
+        "# nothing yet\n",
+        "a: [0, -0, 0.5, 00.5, 1_000, 0x10, 1e-4, '010', \"1:30\", 2026-01-01, 08]\n",
+        "x-fast: &fast {train: {seed: 1}}\nruns:\n  a: *fast\n  b: {<<: *fast, lora: {r: 2}}\n",
+    ],
+    ids=["empty", "numbers as they look, texts in quotes", "anchors, merged keys, keys elsewhere"],
+)
+def test_what_is_no_mistake_passes(path, text):
+    path.write_text(text)
     check_yaml(path)
 
 
-def test_file_that_is_no_text_is_named(tmp_path):
-    path = tmp_path / "mine.yaml"
+def test_file_that_is_no_text_is_named(path):
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match=r"mine\.yaml: it is no UTF-8 text"):
         check_yaml(path)
-
-
-def test_anchors_merged_keys_and_the_same_key_elsewhere_are_no_mistakes(tmp_path):
-    path = tmp_path / "mine.yaml"
-    path.write_text(
-        "x-fast: &fast {train: {seed: 1}}\nruns:\n  a: *fast\n  b:\n    <<: *fast\n    lora: {r: "
-        "2}\n"
-    )
-    check_yaml(path)
 
 
 @pytest.mark.parametrize(
@@ -75,22 +71,17 @@ def test_anchors_merged_keys_and_the_same_key_elsewhere_are_no_mistakes(tmp_path
     [
         "train: &a {x: *a}\n",
         "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}' if n else '1'] * 9)}]\n" for n in range(9)),
+        "data: 2024-99-99\n",
     ],
+    ids=["anchor in itself", "aliases of aliases", "date that is none"],
 )
-def test_aliases_without_end_are_refused_before_anything_walks_them(tmp_path, text):
-    path = tmp_path / "mine.yaml"
+def test_what_no_reader_could_walk_is_refused_before_anything_does(path, text):
     path.write_text(text)
     with pytest.raises(UserError, match=r"mine\.yaml: it cannot be read as YAML"):
         check_yaml(path)
 
 
-def test_pipe_is_refused_at_once(tmp_path):
-    os.mkfifo(tmp_path / "mine.yaml")
+def test_pipe_is_refused_at_once(path):
+    os.mkfifo(path)
     with pytest.raises(UserError, match=r"mine\.yaml: it is a pipe"):
-        check_yaml(tmp_path / "mine.yaml")
-
-
-def test_date_that_is_none_is_one_message(tmp_path):
-    (tmp_path / "mine.yaml").write_text("data: 2024-99-99\n")
-    with pytest.raises(UserError, match=r"mine\.yaml: it cannot be read as YAML"):
-        check_yaml(tmp_path / "mine.yaml")
+        check_yaml(path)

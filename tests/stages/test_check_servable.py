@@ -13,12 +13,7 @@ from workflow.lib.settings.config import load_config, merge
 from workflow.lib.settings.evaluate import CONVERTER
 from workflow.lib.system.errors import UserError
 
-SERVED = {
-    "serve": "llama_cpp",
-    "gguf": ["bf16"],
-    "gguf_of": ["adapter"],
-    "llama_cpp": "llama.cpp",
-}
+SERVED = {"serve": "llama_cpp", "gguf": ["bf16"], "gguf_of": ["adapter"], "llama_cpp": "llama.cpp"}
 
 
 @pytest.fixture(scope="module")

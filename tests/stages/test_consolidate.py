@@ -53,18 +53,12 @@ def output(run, tmp_path_factory):
     )
 
 
-def consolidated(run, output, *, manifest, recovery=None, **export):
-    main(
-        argparse.Namespace(
-            config=settings(**export),
-            finetune=run / "finetune",
-            base=run / "base",
-            model=run / "model",
-            manifest=manifest,
-            recovery=recovery,
-            output=output,
-        )
-    )
+def consolidated(run, output, *, manifest=None, recovery=None, base=None, model=None, **export):
+    main(argparse.Namespace(
+        config=settings(**export), finetune=run / "finetune", base=base or run / "base",
+        model=model or run / "model", manifest=manifest or run / "tokens" / "manifest.json",
+        recovery=recovery, output=output,
+    ))  # fmt: skip
     return output
 
 
@@ -138,11 +132,8 @@ def test_forms_on_16_bits_are_without_the_recovery_and_the_others_have_it(run, t
     trained = read_sharded_adapter(run / "finetune" / "adapter")
     recovery = {name: tensor.flip(0) / 2 for name, tensor in trained.items()}
     write_shards(tmp_path / "recovery", recovery)
-    manifest = run / "tokens" / "manifest.json"
-    out = consolidated(
-        run, tmp_path / "consolidate", manifest=manifest, recovery=tmp_path / "recovery",
-        merged=True, merge_onto=onto,
-    )  # fmt: skip
+    shards = tmp_path / "recovery"
+    out = consolidated(run, tmp_path / "consolidate", recovery=shards, merged=True, merge_onto=onto)
     exported = load_file(out / "adapter" / "adapter_model.safetensors")
     assert all(torch.equal(exported[name], trained[name]) for name in trained)
     original = load_base(
@@ -196,14 +187,10 @@ def test_one_value_altered_after_training_exports_nothing(run, tmp_path):
 
 def refused(run, folder, **export):
     """Run the stage on copies of base or model that are in `folder`; return its message."""
-    base, model = (folder / n if (folder / n).exists() else run / n for n in ("base", "model"))
+    copies = {name: folder / name for name in ("base", "model") if (folder / name).exists()}
     output = folder / "consolidate"
     with pytest.raises(UserError) as caught:
-        main(argparse.Namespace(
-            config=settings(**export), finetune=run / "finetune",
-            base=base, model=model, output=output,
-            manifest=run / "tokens" / "manifest.json", recovery=None,
-        ))  # fmt: skip
+        consolidated(run, output, **copies, **export)
     assert not output.exists()
     return str(caught.value)
 

@@ -28,11 +28,16 @@ def extend(source, output, tokens):
     return forked_stage("extend_model", config=config, model=source, output=output)
 
 
+def original(folder, **model):
+    """Write a tiny model to the folder `original`; return that."""
+    tiny_llama(folder / "original", **{"dtype": torch.bfloat16, "vocab_size": VOCAB_SIZE} | model)
+    tiny_tokenizer(folder / "original")
+    return folder / "original"
+
+
 def extended(folder, tokens=TOKENS, **model):
     """Return a tiny model's folder with more tokens, made of the folder `original` beside it."""
-    tiny_llama(folder / "original", dtype=torch.bfloat16, **model)
-    tiny_tokenizer(folder / "original")
-    done = extend(folder / "original", folder / "extended", tokens)
+    done = extend(original(folder, **model), folder / "extended", tokens)
     assert done.returncode == 0, done.stderr
     return folder / "extended"
 
@@ -70,7 +75,7 @@ def test_new_rows_are_the_mean_of_the_tokenizers_and_others_stay(vocabulary):
 
 
 def test_tied_model_keeps_one_table(tmp_path):
-    folder = extended(tmp_path, tied=True, vocab_size=VOCAB_SIZE)
+    folder = extended(tmp_path, tied=True)
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert model.lm_head.weight.shape[0] == ADDED.stop
@@ -110,9 +115,7 @@ def test_stock_peft_resizes_the_model_that_is_named_to_the_same_logits(vocabular
 
 
 def test_folder_has_the_origin_and_the_checksums_of_a_download(tmp_path):
-    tiny_llama(tmp_path / "original", vocab_size=VOCAB_SIZE)
-    tiny_tokenizer(tmp_path / "original")
-    recorded_as_download(tmp_path / "original")
+    recorded_as_download(original(tmp_path))
     done = extend(tmp_path / "original", tmp_path / "extended", TOKENS)
     assert done.returncode == 0, done.stderr
     folders = tmp_path / "original", tmp_path / "extended"
@@ -129,22 +132,19 @@ def test_copy_of_a_local_model_keeps_its_licence(tmp_path):
     (tmp_path / "original").mkdir()
     (tmp_path / "original" / "LICENSE.txt").write_text("terms\n")
     (tmp_path / "original" / "README.md").write_text("---\nlicense: mit\n---\n")
-    folder = extended(tmp_path, vocab_size=VOCAB_SIZE)
+    folder = extended(tmp_path)
     assert (folder / "LICENSE.txt").read_text() == "terms\n"
     assert licence_of([folder]) == "mit"
 
 
 def test_token_that_the_tokenizer_has_is_refused(tmp_path):
-    tiny_llama(tmp_path / "original", vocab_size=VOCAB_SIZE)
-    tiny_tokenizer(tmp_path / "original")
     message = "model.add_tokens = '<|user|>': the tokenizer has this token already, with the id 4"
-    refused(tmp_path / "original", ["<new>", "<|user|>"], message, "Remove it from the list")
+    refused(original(tmp_path), ["<new>", "<|user|>"], message, "Remove it from the list")
 
 
 def test_model_whose_embedding_is_too_small_already_is_refused(tmp_path):
-    tiny_llama(tmp_path / "original", vocab_size=VOCAB_SIZE - 1)
-    tiny_tokenizer(tmp_path / "original")
-    refused(tmp_path / "original", TOKENS, "the model has 306 rows for 307 tokens already")
+    folder = original(tmp_path, vocab_size=VOCAB_SIZE - 1)
+    refused(folder, TOKENS, "the model has 306 rows for 307 tokens already")
 
 
 def test_head_with_a_bias_is_refused(tmp_path):

@@ -7,15 +7,7 @@ import pytest
 import torch
 
 from tests.support.distributed import run_distributed
-from tests.support.finished import (
-    CONFIG,
-    PLAN,
-    SEQ_LEN,
-    arguments,
-    finetune,
-    finished,
-    prepare,
-)
+from tests.support.finished import CONFIG, PLAN, SEQ_LEN, arguments, finetune, finished, prepare
 from tests.support.models import VOCAB
 from tests.support.scores import FACTS
 from tests.system.test_checksums import flip, flip_tensor

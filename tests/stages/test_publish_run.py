@@ -63,12 +63,7 @@ def publish(run, endpoint, *, token=WRITE_TOKEN, **export):
     variables["HF_HUB_DISABLE_XET"] = "1"  # the stand-in takes large files by git LFS
     variables |= {"HF_HOME": str(root / "cache"), "PYTHONPATH": str(ROOT)}
     return subprocess.run(
-        command,
-        cwd=root,
-        env=os.environ | variables,
-        capture_output=True,
-        text=True,
-        check=False,
+        command, cwd=root, env=os.environ | variables, capture_output=True, text=True, check=False
     )
 
 

@@ -36,7 +36,6 @@ def test_seed_decides_which_rows_are_held_out(stage):
 
 
 def test_training_rows_are_taken_out_of_the_heldout_ones(stage):
-    assert stage.heldout is not None
     save_rows(stage.heldout, [*rows(NUM_HELDOUT, start=1000), *rows(2)])
     store = stage.run()
     heldout = store.manifest["splits"]["heldout"]
@@ -58,7 +57,6 @@ STRANGER = "Matrices that are symmetric have real eigenvalues and orthogonal eig
 
 def stories(stage):
     """Save one training row that a held-out row nearly repeats, among rows that nothing repeats."""
-    assert stage.heldout is not None
     save_rows(stage.train, [*rows(NUM_TRAIN), {"prompt": "Tell.", "completion": STORY}])
     changed = STORY.replace("old fisherman", "OLD, tired fisherman")
     pairs = [("Tell.", changed), ("Explain.", STRANGER)]
@@ -99,7 +97,6 @@ def test_duplicates_are_counted_and_kept(stage):
 
 
 def test_split_without_any_document_stops(stage):
-    assert stage.heldout is not None
     save_rows(stage.heldout, rows(3))  # all of them training rows
     with pytest.raises(UserError, match=r"data\.heldout: no document is left .* 3 of them dropped"):
         stage.run()
@@ -107,7 +104,6 @@ def test_split_without_any_document_stops(stage):
 
 def test_split_of_near_duplicates_alone_says_what_they_are(stage):
     stories(stage)
-    assert stage.heldout is not None
     save_rows(stage.heldout, [{"prompt": "Tell.", "completion": STORY.upper()}])
     with pytest.raises(
         UserError, match=r"1 as they nearly repeat one .* raise data\.near_duplicate_threshold"
@@ -117,7 +113,6 @@ def test_split_of_near_duplicates_alone_says_what_they_are(stage):
 
 
 def test_rows_that_share_a_system_text_alone_stay_held_out(stage):
-    assert stage.heldout is not None
     prompts = [f"{STORY} {STRANGER} Question {n}?" for n in (1, 2)]
     save_rows(stage.train, [*rows(NUM_TRAIN), {"prompt": prompts[0], "completion": "yes"}])
     save_rows(stage.heldout, [{"prompt": prompts[1], "completion": "no"}])
@@ -134,7 +129,6 @@ def test_one_row_cannot_be_two_splits(stage):
 
 
 def test_heldout_file_needs_columns_of_some_format(stage):
-    assert stage.heldout is not None
     save_rows(stage.heldout, [{"body": "x"}])
     with pytest.raises(UserError, match=r"data\.heldout has the columns 'body', but expected"):
         stage.run()
@@ -181,7 +175,6 @@ def test_rows_of_a_group_are_on_one_side(stage):
 
 
 def test_group_of_a_training_row_is_taken_out_of_the_heldout_ones(stage):
-    assert stage.heldout is not None
     save_rows(stage.train, grouped_rows(NUM_TRAIN, per_group=4))
     save_rows(stage.heldout, grouped_rows(8, per_group=4, start=NUM_TRAIN - 1))
     store = stage.run(group_by="chat", near_duplicates="remove", near_duplicate_threshold=1.0)
