@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from workflow.benchmark.random_pairs import packed, random_pairs
 from workflow.lib.data.reading.sources import unexpanded
 from workflow.lib.model.architecture.config_file import read_bounded, text_part
 from workflow.lib.model.architecture.shipped_shapes import known_config, nearest_models
-from workflow.lib.settings.config import NOT_VALID, RunConfig, load_config, merge
-from workflow.lib.settings.errors_in_words import explain
+from workflow.lib.settings.config import NOT_VALID, RunConfig, load_config, merge, validated
 from workflow.lib.settings.section_base import Name, Section
 from workflow.lib.step_plan.memory_options import unsearched_settings
 from workflow.lib.system.errors import UserError, setting_error
@@ -149,15 +148,8 @@ def load_benchmark(document: Mapping[str, object]) -> BenchmarkConfig:
             unknown[0], str(document[unknown[0]])[:80], "the benchmark reads section `benchmark`",
             "Remove it",
         )  # fmt: skip
-    return _sizes(document.get("benchmark") or {}, where=NOT_VALID)
-
-
-def _sizes(document: Any, *, where: str) -> BenchmarkConfig:
-    try:
-        return BenchmarkConfig.model_validate(document)
-    except ValidationError as error:
-        lines = [f"benchmark.{line}" for line in explain(BenchmarkConfig, document, error)]
-        raise UserError(f"{where}\n  " + "\n  ".join(lines)) from None
+    section: Any = document.get("benchmark") or {}
+    return validated(BenchmarkConfig, section, prefix="benchmark.")
 
 
 def requests(benchmark: BenchmarkConfig, *, num_gpus: int) -> list[Request]:
@@ -195,12 +187,7 @@ def read_cases(path: str | None) -> dict[str, CaseEntry]:
 
 
 def _entry(name: str, entry: Any, file: Path) -> CaseEntry:
-    document = entry if isinstance(entry, dict) else {}
-    try:
-        case = CaseEntry.model_validate(document)
-    except ValidationError as error:
-        lines = explain(CaseEntry, document, error)
-        raise UserError(f"case {name} of {file}:\n  " + "\n  ".join(lines)) from None
+    case = validated(CaseEntry, entry or {}, of=f"case {name} of {file}:")
     wrong = sorted(CHOICE & case.benchmark.keys())
     if wrong:
         raise UserError(
@@ -227,7 +214,7 @@ def _chosen(benchmark: BenchmarkConfig, entries: Mapping[str, CaseEntry]) -> lis
 
 def _request(name: str, entry: CaseEntry, benchmark: BenchmarkConfig, *, processes: int) -> Request:
     document = merge(benchmark.model_dump(mode="json"), entry.benchmark)
-    sizes = _sizes(document, where=f"case {name}:")
+    sizes = validated(BenchmarkConfig, document, prefix="benchmark.", of=f"case {name}:")
     peer = None if entry.peer is None else entry.peer.model_dump(mode="json")
     return Request(name, entry.title, processes, sizes, entry.settings, peer)
 

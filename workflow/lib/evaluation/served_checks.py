@@ -267,8 +267,9 @@ class Comparison:
             logits = model(input_ids=row).logits[0, first - 1 : -1].float()
             written = logits.gather(-1, row[0, first:, None])[:, 0]
             gap = max([gap, *(logits.amax(-1) - written).tolist()])
-        served = self.said.parts[self.said.served]
-        apart = _rms(log_p(model, self.asked.compared) - served) if self.rounded else 0.0
+        apart = 0.0
+        if self.rounded:
+            apart = _rms(log_p(model, self.asked.compared) - self.said.parts[self.said.served])
         allowed = 4 * self._allowed(apart)
         if not gap <= allowed:
             raise self._other(

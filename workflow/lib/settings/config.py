@@ -65,6 +65,7 @@ __all__ = [
     "load_config",
     "load_sweep",
     "merge",
+    "validated",
 ]
 
 # What the hub allows.
@@ -321,10 +322,10 @@ def load_config(document: Mapping[str, object]) -> tuple[ReportConfig, dict[str,
 
     Raises `UserError` naming each wrong key's path, its value, the bound, and the nearest valid
     key."""
-    config = _validate(Config, document, prefix="")
+    config = validated(Config, document)
     shared = {key: document[key] for key in RunConfig.model_fields if key in document}
     runs = {
-        name: _validate(RunConfig, merge(shared, override or {}), prefix=f"runs.{name}.")
+        name: validated(RunConfig, merge(shared, override or {}), prefix=f"runs.{name}.")
         for name, override in config.runs.items()
     }
     _check_objectives(document, config, runs)
@@ -333,7 +334,7 @@ def load_config(document: Mapping[str, object]) -> tuple[ReportConfig, dict[str,
 
 def load_sweep(document: Mapping[str, object]) -> SweepConfig:
     """Return the section `sweep` of a parsed `config.yaml`; raises as `load_config`."""
-    return _validate(Config, document, prefix="").sweep
+    return validated(Config, document).sweep
 
 
 def _objective_settings(run: Sections) -> dict[str, tuple[Section, str]]:
@@ -386,12 +387,16 @@ def _of_objective(run: RunConfig) -> RunConfig:
     return run.model_copy(update=changed)
 
 
-def _validate(model: type[SectionT], document: Mapping[str, object], *, prefix: str) -> SectionT:
+def validated(
+    model: type[SectionT], document: Mapping[str, object], *, prefix: str = "", of: str = NOT_VALID
+) -> SectionT:
+    """Return the settings in a parsed document. prefix: of their names; of: the first line of the
+    `UserError` that names each wrong one."""
     try:
-        return model.model_validate(dict(document))
+        return model.model_validate(document)
     except ValidationError as error:
         lines = [prefix + line for line in explain(model, document, error)]
-        raise UserError(f"{NOT_VALID}\n  " + "\n  ".join(lines)) from None
+        raise UserError("\n  ".join([of, *lines])) from None
 
 
 def is_hub_id(source: str) -> bool:
