@@ -82,8 +82,10 @@ def test_sha256sum_accepts_the_checksums_and_notices_a_changed_byte(tmp_path):
     assert subprocess.run(["sha256sum", "--check", "SHA256SUMS"], cwd=folder).returncode == 1
 
 
-def test_provenance_names_versions_and_time_but_neither_host_nor_folder():
+def test_provenance_names_stage_versions_and_time_but_neither_host_nor_folder(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["/somewhere/workflow/scripts/finetune_worker.py"])
     record = provenance()
+    assert record["stage"] == "finetune"
     assert record["packages"]["python"] == platform.python_version()
     assert record["created_utc"].endswith("Z")
     text = json.dumps(record)
