@@ -113,6 +113,7 @@ def test_what_the_manifest_tells_of_the_data_is_shown(tmp_path):
     # overlaps with the held-out rows, the longest row, and the GPU hours: 4021.7 s on two
     assert {3, 2, 313, 2 * 4021.7 / 3600} <= page.numbers
     assert "prompt_completionprompt, completionlang (2,001), id (message) (40,123)" in text
+    assert "that spell special tokens: 17." in text
     assert "Held-out rows that equal a training row: 3; that nearly repeat one: 2." in text
 
 
@@ -158,7 +159,10 @@ def test_max_samples_limits_the_samples_and_says_so(tmp_path):
 
 def test_plans_that_preflight_tried_say_why_they_were_not_taken(tmp_path):
     write_run(tmp_path, "demo", num_steps=3)
-    rows = [row.split("</tr>")[0] for row in rendered(tmp_path, "demo").split("<tr>")]
+    page = rendered(tmp_path, "demo")
+    assert "<dt>targets</dt><dd>q_proj v_proj</dd>" in page
+    assert "document lengths" not in page  # records of a forecast, not for people
+    rows = [row.split("</tr>")[0] for row in page.split("<tr>")]
     (tried,) = [row for row in rows if "3.10 GiB too much" in row]
     assert '<data value="7">7</data>' in tried
     assert '<td class="text">none</td>' in tried

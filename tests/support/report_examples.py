@@ -8,6 +8,7 @@ from tests.support.plans import make_forecast, make_plan, tried_plan
 from workflow.lib.artifacts.records import Provenance, ServedCheck, ServedPart
 from workflow.lib.settings.subjects import SUBJECTS
 from workflow.lib.system.artifact_files import read_lines, write_lines
+from workflow.lib.system.document_lengths import LengthGroup
 from workflow.lib.system.files import (
     read_checked_json,
     write_checked_json,
@@ -145,6 +146,7 @@ def preflight() -> dict[str, Any]:
             gpu_memory_bytes=int(23.3 * GIB),
             compute_dtype="bfloat16",
             num_steps=211,
+            document_lengths=(LengthGroup(64, 7.0, 301.0, 13000.0),),
         ),
         method="replay",
         terms=[

@@ -180,5 +180,6 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Value]:
         if isinstance(value, Mapping):
             paths |= flat(value, f"{prefix}{key}.")
         else:
-            paths[prefix + key] = " ".join(map(str, value)) if isinstance(value, list) else value
+            several = isinstance(value, list | tuple)
+            paths[prefix + key] = " ".join(map(str, value)) if several else value
     return paths

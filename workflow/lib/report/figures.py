@@ -5,6 +5,7 @@ and print: a trace's `meta` names the variable, `series-1` for `--series-1`. Tex
 is escaped for Plotly, which reads a subset of HTML in names and hover labels."""
 
 import html
+import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -204,11 +205,11 @@ def heldout_figure(runs: list[Run]) -> Figure | None:
         "comparison-numbers" if len(runs) > 1 else "verdict",
         [_interval_points(measured, name) for name in shown],
         {
-            "height": 150 + 34 * len(measured),
+            "height": 150 + len(measured) * _row_height(measured, least=34),
             "margin": {"l": 12, "r": 16, "t": 10, "b": 44},
             "hovermode": "closest",
             "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
-            "xaxis": {"title": {"text": "held-out loss (nats per token)"}},
+            "xaxis": {"title": {"text": "nats per token"}},
             "yaxis": _rows(len(measured)),
         },
     )
@@ -217,6 +218,11 @@ def heldout_figure(runs: list[Run]) -> Figure | None:
 def _rows(count: int) -> dict[str, Any]:
     """Return the axis of a figure with a row per run, the first on top."""
     return {"automargin": True, "type": "category", "range": [count - 0.5, -0.5]}
+
+
+def _row_height(runs: list[Run], *, least: int) -> int:
+    """Return the pixels of a row with room for every line of the longest name."""
+    return max(least, *(18 * (1 + plotly_text(run.name).count("<br>")) for run in runs))
 
 
 # Colour's variable and Plotly's symbol.
@@ -280,7 +286,7 @@ def memory_figure(runs: list[Run]) -> Figure:
         ],
         {
             "barmode": "stack",
-            "height": 110 + 48 * len(runs),
+            "height": 110 + len(runs) * _row_height(runs, least=48),
             "margin": {"l": 12, "r": 16, "t": 10, "b": 44},
             "hovermode": "closest",
             "showlegend": False,
@@ -336,5 +342,6 @@ def _mark(
 
 
 def plotly_text(text: str) -> str:
-    """Escape text for Plotly, which would read `<b>` as markup."""
-    return html.escape(visible(text), quote=False)
+    """Escape text for Plotly, which would read `<b>` as markup, in lines that fit a phone."""
+    lines = textwrap.wrap(visible(text), width=24)
+    return "<br>".join(html.escape(line, quote=False) for line in lines)

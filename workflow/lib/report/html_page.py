@@ -227,15 +227,21 @@ def _csp_hash(script: str) -> str:
     return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
-def _environment() -> Environment:
-    environment = Environment(
+def templates(finalize: Callable[[Any], object], **options: Any) -> Environment:
+    """Return an environment of the shipped templates: values are escaped, a missing one raises."""
+    return Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
         undefined=StrictUndefined,
-        finalize=_finalize,
+        finalize=finalize,
         trim_blocks=True,
         lstrip_blocks=True,
+        **options,
     )
+
+
+def _environment() -> Environment:
+    environment = templates(_finalize)
     environment.filters |= {name: _number(style) for name, style in NUMBERS.items()}
     environment.filters |= {
         "interval": interval,

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment
 from markupsafe import Markup
 
 from workflow.lib.artifacts.manifest_record import Manifest
 from workflow.lib.artifacts.records import GgufChecks, Parity, Quantization, ServedCheck
 from workflow.lib.artifacts.training_record import Summary, TrainedSettings
 from workflow.lib.model.architecture.model_files import ON_ORIGINAL
-from workflow.lib.report.html_page import NUMBERS, TEMPLATES
+from workflow.lib.report.html_page import NUMBERS, templates
 from workflow.lib.report.verdict import Measured, label
 from workflow.lib.settings.objectives import needs_of
 from workflow.lib.settings.subjects import SUBJECT_LABELS, SUBJECT_MEANINGS, SubjectName
@@ -136,15 +136,7 @@ def text(value: object) -> Markup:
 
 
 def _environment() -> Environment:
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        finalize=text,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
+    environment = templates(text, keep_trailing_newline=True)
     made: dict[str, Callable[[Any], str]] = {
         **NUMBERS,
         "probability": lambda value: html.escape(probability(value)),
