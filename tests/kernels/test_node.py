@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from workflow.lib.kernels.op import keeping_inputs
+from workflow.lib.kernels.op import keeping
 
 
 def test_node_with_a_backward_of_its_own_keeps_nothing_that_its_forward_was_given():
@@ -17,7 +17,7 @@ def test_node_with_a_backward_of_its_own_keeps_nothing_that_its_forward_was_give
         return x * copy
 
     x = torch.ones(3, requires_grad=True)
-    y = keeping_inputs(partial(forward, copy=given), lambda grad, x: [2 * grad], x)
+    y = keeping(1, partial(forward, copy=given), lambda grad, x: 2 * grad)(x)
     del given
     gc.collect()
     assert gone() is None

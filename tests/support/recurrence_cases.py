@@ -152,7 +152,7 @@ def convolutions(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
         expected = nn.functional.silu(value) if silu else value
         (of_x,) = torch.autograd.grad(expected, leaf, grad.float())
         results += [short.forward(x, weight, shift, silu=silu), expected.detach()]
-        results += [*short.backward(grad, x, weight, shift, silu=silu), of_x]
+        results += [short.backward(grad, x, weight, shift, silu=silu), of_x]
     return results
 
 

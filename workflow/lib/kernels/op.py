@@ -198,16 +198,21 @@ def gradients_alone() -> Iterator[None]:
 
 
 Forward = Callable[..., torch.Tensor]
-Backward = Callable[..., Iterable[torch.Tensor]]
+Backward = Callable[..., torch.Tensor | Iterable[torch.Tensor]]
 
 
-def keeping_inputs(
-    forward: Forward, backward: Backward | None, *tensors: torch.Tensor | None
-) -> torch.Tensor:
-    """Return forward(*tensors). backward: gradients of the first tensors, from the result's
-    gradient and the tensors; None: autograd's, from a recomputation."""
+def keeping(tensors: int, forward: Forward, backward: Backward | None = None) -> Forward:
+    """Return `forward`, as one node that keeps its first arguments, so many tensors or None.
+    backward: gradients of the first of them, from the result's gradient and all arguments; None:
+    autograd's, from a recomputation."""
     apply: Forward = _KeepingInputs.apply
-    return apply(forward, backward, *tensors)
+
+    def node(*given: Any) -> torch.Tensor:
+        others = given[tensors:]
+        back = backward and (lambda grad, *kept: backward(grad, *kept, *others))
+        return apply(lambda *kept: forward(*kept, *others), back, *given[:tensors])
+
+    return node
 
 
 class _KeepingInputs(torch.autograd.Function):
@@ -226,7 +231,8 @@ class _KeepingInputs(torch.autograd.Function):
         forward, backward = ctx.functions
         tensors, needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
         if backward is not None:
-            made = [*backward(grads[0], *tensors)]
+            found = backward(grads[0], *tensors)
+            made = [found] if isinstance(found, torch.Tensor) else [*found]
             return None, None, *made, *[None] * (len(tensors) - len(made))
         again = [
             None if x is None else x.detach().requires_grad_(asked)

@@ -10,12 +10,11 @@ before a chunk to the state after it: S' = M S + N. Only one matmul per chunk is
 others take all chunks at once. On a GPU kernels do so (`delta_kernels`)."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 
-from workflow.lib.kernels.op import Case, Op, Variant, keeping_inputs
+from workflow.lib.kernels.op import Case, Op, Variant, keeping
 from workflow.lib.kernels.recurrences import delta_kernels
 from workflow.lib.kernels.recurrences.chunks import chunked, decays, joined
 from workflow.lib.kernels.rows import norm
@@ -42,21 +41,16 @@ def gated_delta_rule(
     return _delta_rule(query, key, value, g, beta, normalize)
 
 
-def _by_kernel(*given: Any) -> torch.Tensor:
-    *tensors, normalize = given
-    made = partial(by_kernels, normalize=normalize), partial(gradients, normalize=normalize)
-    return keeping_inputs(*made, *tensors)
-
-
-def _by_torch(*given: Any) -> torch.Tensor:
-    *tensors, normalize = given
-    return keeping_inputs(partial(by_torch, normalize=normalize), None, *tensors)
-
-
 def by_kernels(
-    query: torch.Tensor, key: torch.Tensor, *others: torch.Tensor, normalize: bool
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    normalize: bool,
 ) -> torch.Tensor:
     """Return the result of `gated_delta_rule`, by kernels."""
+    others = value, g, beta
     if normalize:
         of_queries, of_keys = _unit_norms(query)
         return delta_kernels.forward(
@@ -69,10 +63,13 @@ def gradients(
     grad: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
-    *others: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
     normalize: bool,
 ) -> list[torch.Tensor]:
     """Return the gradients of the rule's inputs for that of its output, by kernels."""
+    others = value, g, beta
     if normalize:
         of_queries, of_keys = _unit_norms(query)
         taken = norm.forward(query, of_queries), norm.forward(key, of_keys)
@@ -112,7 +109,6 @@ def by_torch(
     value: torch.Tensor,
     g: torch.Tensor,
     beta: torch.Tensor,
-    *,
     normalize: bool,
 ) -> torch.Tensor:
     """Return the result of `gated_delta_rule`, by torch's operations and with their memory."""
@@ -192,8 +188,8 @@ def _variant(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: An
 
 _delta_rule = Op(
     "the gated delta rule",
-    reference=_by_torch,
-    kernel=_by_kernel,
+    reference=keeping(5, by_torch),
+    kernel=keeping(5, by_kernels, gradients),
     case=_case,
     variant=_variant,
     supports=_supports,

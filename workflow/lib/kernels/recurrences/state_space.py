@@ -8,13 +8,12 @@ exp(A d) with A < 0, input x, and B and C of its group:
 A chunk of tokens is like causal attention with decaying scores; states between chunks are one
 matmul with the decays between chunks. On a GPU kernels do so (`space_kernels`)."""
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from workflow.lib.kernels.op import Case, Op, Variant, keeping_inputs
+from workflow.lib.kernels.op import Case, Op, Variant, keeping
 from workflow.lib.kernels.recurrences import space_kernels
 from workflow.lib.kernels.recurrences.chunks import chunked, decays, joined
 
@@ -54,17 +53,6 @@ class Steps(NamedTuple):
         return (nn.functional.softplus(value) if self.softplus else value).clamp(*self.limits)
 
 
-def _by_kernel(*given: Any) -> torch.Tensor:
-    *tensors, steps = given
-    made = partial(_forward, steps=steps), partial(_backward, steps=steps)
-    return keeping_inputs(*made, *tensors)
-
-
-def _by_torch(*given: Any) -> torch.Tensor:
-    *tensors, steps = given
-    return keeping_inputs(partial(by_torch, steps=steps), None, *tensors)
-
-
 def _forward(
     x: torch.Tensor,
     dt: torch.Tensor,
@@ -73,7 +61,6 @@ def _forward(
     decay: torch.Tensor,
     skip: torch.Tensor | None,
     bias: torch.Tensor | None,
-    *,
     steps: Steps,
 ) -> torch.Tensor:
     return space_kernels.forward(x, steps.made(dt, bias), decay, into, out_of, skip)
@@ -88,7 +75,6 @@ def _backward(
     decay: torch.Tensor,
     skip: torch.Tensor | None,
     bias: torch.Tensor | None,
-    *,
     steps: Steps,
 ) -> list[torch.Tensor]:
     given = dt.detach().requires_grad_()
@@ -109,7 +95,6 @@ def by_torch(
     decay: torch.Tensor,
     skip: torch.Tensor | None,
     dt_bias: torch.Tensor | None,
-    *,
     steps: Steps,
 ) -> torch.Tensor:
     """Return the result of `state_space`, by torch's operations and with their memory."""
@@ -171,8 +156,8 @@ def _variant(x: torch.Tensor, dt: torch.Tensor, into: torch.Tensor, *_: Any) -> 
 
 _state_space = Op(
     "the state space of Mamba 2",
-    reference=_by_torch,
-    kernel=_by_kernel,
+    reference=keeping(7, by_torch),
+    kernel=keeping(7, _forward, _backward),
     case=_case,
     variant=_variant,
     supports=_supports,

@@ -2,13 +2,11 @@
 backward, which keep their inputs alone. torch's operations pass over memory in fp32 a dozen
 times."""
 
-from functools import partial
-
 import torch
 from torch import nn
 
 from workflow.lib.kernels.launch import launch, power_of_two
-from workflow.lib.kernels.op import Case, Op, keeping_inputs
+from workflow.lib.kernels.op import Case, Op, keeping
 
 ELEMENTS = 2048  # of a program, or more if a group has more
 
@@ -25,15 +23,6 @@ class GatedNorm(nn.Module):
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """Return the norm of x (..., width) in its type."""
         return gated_norm(x, gate, self)
-
-
-# Backward reads the norm's weight again: FSDP has gathered it by then.
-def _by_kernel(x: torch.Tensor, gate: torch.Tensor, norm: GatedNorm) -> torch.Tensor:
-    return keeping_inputs(partial(forward, norm=norm), partial(backward, norm=norm), x, gate)
-
-
-def _by_torch(x: torch.Tensor, gate: torch.Tensor, norm: GatedNorm) -> torch.Tensor:
-    return keeping_inputs(partial(by_torch, norm=norm), None, x, gate)
 
 
 def by_torch(x: torch.Tensor, gate: torch.Tensor, norm: GatedNorm) -> torch.Tensor:
@@ -95,10 +84,11 @@ def _case(device: torch.device, dtype: torch.dtype, gate_first: bool) -> Case:
     return x.clone().requires_grad_(), gate.clone().requires_grad_(), norm
 
 
+# Backward reads the norm's weight again: FSDP has gathered it by then.
 gated_norm = Op(
     "gated norms",
-    reference=_by_torch,
-    kernel=_by_kernel,
+    reference=keeping(2, by_torch),
+    kernel=keeping(2, forward, backward),
     case=_case,
-    variant=lambda x, gate, norm: (x.dtype, norm.gate_first),
+    variant=lambda *given: (given[0].dtype, given[2].gate_first),
 )

@@ -18,7 +18,17 @@ zero. Sums are made in fp32, matmuls of values in the type of u. Offsets are int
 import triton
 import triton.language as tl
 
-from workflow.lib.kernels.triton_code.chunks import CHUNK, chunk_place, dot, load_sums
+from workflow.lib.kernels.triton_code.chunks import (
+    CHUNK,
+    chunk_place,
+    decays,
+    dot,
+    load_state,
+    load_sums,
+    rows_places,
+    state_places,
+    store_rows,
+)
 
 BLOCK = tl.constexpr(16)  # of the tokens whose system is solved row by row
 BLOCKS = tl.constexpr(4)  # of a chunk
@@ -65,7 +75,7 @@ def prepare(
         system += dot(k, tl.trans(k), kind, precision)
     below = token[:, None] > token[None, :]
     solved = _inverse(
-        tl.where(below, system * _decays(total) * rate[:, None], 0.0), precision=precision
+        tl.where(below, system * decays(total) * rate[:, None], 0.0), precision=precision
     )
     if keeps:
         _store_tile(inverse, solved, tile, 0, CHUNK, CHUNK)
@@ -159,14 +169,14 @@ def output(
     for start in range(0, key_width, keys):
         q = _rows(query, queries_at, query_token, left, start, key_width, keys)
         k = _rows(key, keys_at, key_token, left, start, key_width, keys)
-        state = _load_state(states, tile, start, column, key_width, value_width, keys, values)
+        state = load_state(states, tile, start, column, key_width, value_width, keys, values)
         within += dot(q, tl.trans(k), kind, precision)
         result += dot(q, state, kind, precision)
     added = _load_tile(new, tile, column, value_width, values)
     result *= tl.exp(total)[:, None]
-    result += dot(within * _decays(total), added, kind, precision)
+    result += dot(within * decays(total), added, kind, precision)
     at = (first * heads + head) * value_width
-    _store_rows(out, result, at, heads * value_width, left, column, value_width, values)
+    store_rows(out, result, at, heads * value_width, left, column, value_width, values)
 
 
 @triton.jit
@@ -203,7 +213,7 @@ def within_backward(
         q = _rows(query, queries_at, query_token, left, start, key_width, keys)
         k = _rows(key, keys_at, key_token, left, start, key_width, keys)
         within += dot(k, tl.trans(q), kind, precision)
-    within = (within * tl.trans(_decays(total))).to(kind)
+    within = (within * tl.trans(decays(total))).to(kind)
     grads_at = first * grad_token + head * grad_head
     for start in range(0, value_width, values):
         of_out = _rows(grad, grads_at, grad_token, left, start, value_width, values)
@@ -316,8 +326,8 @@ def chunk_backward(
         of_out = _rows(grad, grads_at, grad_token, left, start, value_width, values)
         added = _load_tile(new, tile, start, value_width, values)
         of_added = _load_tile(of_new, tile, start, value_width, values)
-        state = _load_state(states, tile, column, start, key_width, value_width, keys, values)
-        of_state = _load_state(of_states, tile, column, start, key_width, value_width, keys, values)
+        state = load_state(states, tile, column, start, key_width, value_width, keys, values)
+        of_state = load_state(of_states, tile, column, start, key_width, value_width, keys, values)
         of_within += dot(of_out, tl.trans(added), kind, precision)
         from_state += dot(of_out, tl.trans(state), kind, precision)
         to_state += dot(added, tl.trans(of_state), kind, precision)
@@ -338,12 +348,12 @@ def chunk_backward(
     q = _rows(query, at, query_token, left, column, key_width, keys)
     at = first * key_token + head // share * key_head
     k = _rows(key, at, key_token, left, column, key_width, keys)
-    of_scores = of_within * _decays(total)
+    of_scores = of_within * decays(total)
     of_q = from_state + dot(of_scores, k, kind, precision)
     at, stride = (first * heads + head) * key_width, heads * key_width
-    _store_rows(of_query, of_q, at, stride, left, column, key_width, keys)
+    store_rows(of_query, of_q, at, stride, left, column, key_width, keys)
     of_k = to_state + of_r * rate[:, None] + dot(tl.trans(of_scores), q, kind, precision)
-    _store_rows(of_key, of_k, at, stride, left, column, key_width, keys)
+    store_rows(of_key, of_k, at, stride, left, column, key_width, keys)
 
     of_scores *= dot(q, tl.trans(k), kind, precision)
     of_rate = tl.sum(of_r * k.to(tl.float32), 1)
@@ -408,7 +418,7 @@ def system_backward(
         of_rate += tl.sum(of_v * v.to(tl.float32), 1)
         at, stride = of_values_at * value_width, heads * value_width
         of_v *= rate[:, None]
-        _store_rows(of_value, of_v, at, stride, left, start, value_width, values)
+        store_rows(of_value, of_v, at, stride, left, start, value_width, values)
     products = tl.zeros([CHUNK, CHUNK], tl.float32)
     keys_at = first * key_token + head // share * key_head
     for start in range(0, key_width, keys):
@@ -419,7 +429,7 @@ def system_backward(
         products += dot(k, tl.trans(k), kind, precision)
     total, _ = load_sums(sums, tile)
     below = token[:, None] > token[None, :]
-    of_system = tl.where(below, -of_system * _decays(total), 0.0)
+    of_system = tl.where(below, -of_system * decays(total), 0.0)
     products *= of_system
     of_rate += tl.sum(products, 1)
     products *= rate[:, None]
@@ -439,7 +449,7 @@ def system_backward(
         k = _rows(key, keys_at, key_token, left, start, key_width, keys)
         of_k = _rows(of_key, of_keys_at, stride, left, start, key_width, keys).to(tl.float32)
         of_k += dot(of_products, k, kind, precision)
-        _store_rows(of_key, of_k, of_keys_at, stride, left, start, key_width, keys)
+        store_rows(of_key, of_k, of_keys_at, stride, left, start, key_width, keys)
 
 
 @triton.jit
@@ -467,33 +477,10 @@ def _inverse(system, precision: tl.constexpr):
 
 
 @triton.jit
-def _decays(total):
-    """Return D."""
-    token = tl.arange(0, CHUNK)
-    between = total[:, None] - total[None, :]
-    return tl.exp(tl.where(token[:, None] >= token[None, :], between, float("-inf")))
-
-
-@triton.jit
 def _rows(x, at, stride, left, start, width, size: tl.constexpr):
     """Return 64 rows from offset `at`, or the `left` ones, in `size` columns from `start`."""
-    places, inside = _rows_places(stride, left, start, width, size)
+    places, inside = rows_places(stride, left, start, width, size)
     return tl.load(x + at + places, mask=inside, other=0.0)
-
-
-@triton.jit
-def _store_rows(x, value, at, stride, left, start, width, size: tl.constexpr):
-    """Write such rows."""
-    places, inside = _rows_places(stride, left, start, width, size)
-    tl.store(x + at + places, value.to(x.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _rows_places(stride, left, start, width, size: tl.constexpr):
-    """Return where they lie from `at`, within int32, and which of them there are."""
-    row, column = tl.arange(0, CHUNK), start + tl.arange(0, size)
-    places = row[:, None] * stride + column[None, :]
-    return places, (row < left)[:, None] & (column < width)[None, :]
 
 
 @triton.jit
@@ -505,23 +492,7 @@ def _load_tile(x, tile, start, width: tl.constexpr, size: tl.constexpr):
 @triton.jit
 def _store_tile(x, value, tile, start, width: tl.constexpr, size: tl.constexpr):
     """Write them."""
-    _store_rows(x, value, tile * CHUNK * width, width, CHUNK, start, width, size)
-
-
-@triton.jit
-def _load_state(
-    x,
-    tile,
-    key_start,
-    value_start,
-    key_width: tl.constexpr,
-    value_width: tl.constexpr,
-    keys: tl.constexpr,
-    values: tl.constexpr,
-):
-    """Return `keys` rows and `values` columns of a tile's state."""
-    places, inside = _state_places(key_start, value_start, key_width, value_width, keys, values)
-    return tl.load(x + tile * key_width * value_width + places, mask=inside, other=0.0)
+    store_rows(x, value, tile * CHUNK * width, width, CHUNK, start, width, size)
 
 
 @triton.jit
@@ -536,20 +507,6 @@ def _store_state(
     values: tl.constexpr,
 ):
     """Write all rows and `values` columns of it."""
-    places, inside = _state_places(0, value_start, key_width, value_width, keys, values)
+    places, inside = state_places(0, value_start, key_width, value_width, keys, values)
     at = tile * key_width * value_width
     tl.store(x + at + places, state.to(x.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _state_places(
-    key_start,
-    value_start,
-    key_width: tl.constexpr,
-    value_width: tl.constexpr,
-    keys: tl.constexpr,
-    values: tl.constexpr,
-):
-    row, column = key_start + tl.arange(0, keys), value_start + tl.arange(0, values)
-    places = row[:, None] * value_width + column[None, :]
-    return places, (row < key_width)[:, None] & (column < value_width)[None, :]

@@ -26,7 +26,16 @@ as in `elementwise`."""
 import triton
 import triton.language as tl
 
-from workflow.lib.kernels.triton_code.chunks import CHUNK, chunk_place, dot, load_sums
+from workflow.lib.kernels.triton_code.chunks import (
+    CHUNK,
+    chunk_place,
+    decays,
+    dot,
+    load_state,
+    load_sums,
+    state_places,
+    store_rows,
+)
 
 
 @triton.jit
@@ -82,7 +91,7 @@ def chunk_states(
     at = first * x_token + head * x_head
     right_side = _rows(x, at, x_token, left, column, width, columns)
     added = dot(left_side * weight[None, :], right_side, kind, precision)
-    places, inside = _state_places(state_column, column, state_width, width, state_columns, columns)
+    places, inside = state_places(state_column, column, state_width, width, state_columns, columns)
     at = tile * state_width * width
     tl.store(states + at + places, added.to(states.dtype.element_ty), mask=inside)
 
@@ -156,18 +165,18 @@ def output(
     for start in range(0, state_width, state_columns):
         b = _rows(into, into_at, into_token, left, start, state_width, state_columns)
         c = _rows(out_of, out_of_at, out_of_token, left, start, state_width, state_columns)
-        state = _load_state(states, tile, start, column, state_width, width, state_columns, columns)
+        state = load_state(states, tile, start, column, state_width, width, state_columns, columns)
         within += dot(c, tl.trans(b), kind, precision)
         result += dot(c, state, kind, precision)
     total, _ = load_sums(sums, tile)
-    within *= _decays(total, back=False) * _steps(step, first, left, heads, head)[None, :]
+    within *= decays(total) * _steps(step, first, left, heads, head)[None, :]
     value = _rows(x, first * x_token + head * x_head, x_token, left, column, width, columns)
     result *= tl.exp(total)[:, None]
     result += dot(within, value, kind, precision)
     if skips:
         result += value.to(tl.float32) * tl.load(skip + head).to(tl.float32)
     at = (first * heads + head) * width
-    _store_rows(out, result, at, heads * width, left, column, width, columns)
+    store_rows(out, result, at, heads * width, left, column, width, columns)
 
 
 @triton.jit
@@ -217,7 +226,7 @@ def inputs_backward(
     total, last = load_sums(sums, tile)
     since, until = tl.exp(total), tl.exp(last - total)
     steps = _steps(step, first, left, heads, head)
-    within *= _decays(total, back=True)
+    within *= _decays_back(total)
     products = tl.zeros([CHUNK, CHUNK], tl.float32)  # X O^T
     of_steps = tl.zeros([CHUNK], tl.float32)
     reading = tl.zeros([CHUNK], tl.float32)
@@ -230,10 +239,10 @@ def inputs_backward(
         for start in range(0, state_width, state_columns):
             b = _rows(into, into_at, into_token, left, start, state_width, state_columns)
             c = _rows(out_of, out_of_at, out_of_token, left, start, state_width, state_columns)
-            state = _load_state(
+            state = load_state(
                 states, tile, start, column, state_width, width, state_columns, columns
             )
-            of_state = _load_state(
+            of_state = load_state(
                 of_states, tile, start, column, state_width, width, state_columns, columns
             )
             of_given += dot(b, of_state, kind, precision)
@@ -251,7 +260,7 @@ def inputs_backward(
         if skips:
             of_given += of_out.to(tl.float32) * tl.load(skip + head).to(tl.float32)
         at = (first * heads + head) * width
-        _store_rows(of_x, of_given, at, heads * width, left, column, width, columns)
+        store_rows(of_x, of_given, at, heads * width, left, column, width, columns)
     products *= within * steps[:, None]
     ending *= steps
     of_sums = tl.sum(products, 0) - tl.sum(products, 1) + reading * since - ending
@@ -318,10 +327,10 @@ def shared_backward(
         for column in range(0, width, columns):
             of_out = _rows(grad, grad_at, grad_token, left, column, width, columns)
             value = _rows(x, x_at, x_token, left, column, width, columns)
-            state = _load_state(
+            state = load_state(
                 states, tile, state_column, column, state_width, width, state_columns, columns
             )
-            of_state = _load_state(
+            of_state = load_state(
                 of_states, tile, state_column, column, state_width, width, state_columns, columns
             )
             products += dot(of_out, tl.trans(value), kind, precision)
@@ -329,7 +338,7 @@ def shared_backward(
             written += dot(of_state, tl.trans(value), kind, precision)
         total, last = load_sums(sums, tile)
         steps = _steps(step, first, left, heads, head)
-        scores += products * _decays(total, back=False) * steps[None, :]
+        scores += products * decays(total) * steps[None, :]
         of_c += read * tl.exp(total)[:, None]
         of_b += written * (tl.exp(last - total) * steps)[None, :]
     at = first * into_token + group * into_head
@@ -339,7 +348,7 @@ def shared_backward(
     c = _columns(out_of, at, out_of_token, left, state_column, state_width, state_columns)
     of_b += dot(c, scores, kind, precision)
     at, stride = (first * lanes + lane) * state_width, lanes * state_width
-    _store_rows(of_out_of, of_c, at, stride, left, state_column, state_width, state_columns)
+    store_rows(of_out_of, of_c, at, stride, left, state_column, state_width, state_columns)
     _store_columns(of_into, of_b, at, stride, left, state_column, state_width, state_columns)
 
 
@@ -351,16 +360,11 @@ def _steps(step, first, left, heads, head):
 
 
 @triton.jit
-def _decays(total, back: tl.constexpr):
-    """Return D, or D^T if `back`."""
+def _decays_back(total):
+    """Return D^T."""
     token = tl.arange(0, CHUNK)
-    if back:
-        between = total[None, :] - total[:, None]
-        later = token[None, :] >= token[:, None]
-    else:
-        between = total[:, None] - total[None, :]
-        later = token[:, None] >= token[None, :]
-    return tl.exp(tl.where(later, between, float("-inf")))
+    between = total[None, :] - total[:, None]
+    return tl.exp(tl.where(token[None, :] >= token[:, None], between, float("-inf")))
 
 
 @triton.jit
@@ -369,15 +373,6 @@ def _rows(x, at, stride, left, start, width, size: tl.constexpr):
     row, column = tl.arange(0, CHUNK), start + tl.arange(0, size)
     inside = (row < left)[:, None] & (column < width)[None, :]
     return tl.load(x + at + row[:, None] * stride + column[None, :], mask=inside, other=0.0)
-
-
-@triton.jit
-def _store_rows(x, value, at, stride, left, start, width, size: tl.constexpr):
-    """Write such rows."""
-    row, column = tl.arange(0, CHUNK), start + tl.arange(0, size)
-    inside = (row < left)[:, None] & (column < width)[None, :]
-    places = row[:, None] * stride + column[None, :]
-    tl.store(x + at + places, value.to(x.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -395,34 +390,3 @@ def _store_columns(x, value, at, stride, left, start, width, size: tl.constexpr)
     inside = (column < width)[:, None] & (row < left)[None, :]
     places = column[:, None] + row[None, :] * stride
     tl.store(x + at + places, value.to(x.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _load_state(
-    x,
-    tile,
-    state_start,
-    start,
-    state_width: tl.constexpr,
-    width: tl.constexpr,
-    state_columns: tl.constexpr,
-    columns: tl.constexpr,
-):
-    """Return `state_columns` rows and `columns` columns of a tile's state."""
-    places, inside = _state_places(state_start, start, state_width, width, state_columns, columns)
-    return tl.load(x + tile * state_width * width + places, mask=inside, other=0.0)
-
-
-@triton.jit
-def _state_places(
-    state_start,
-    start,
-    state_width: tl.constexpr,
-    width: tl.constexpr,
-    state_columns: tl.constexpr,
-    columns: tl.constexpr,
-):
-    """Return where they lie in the tile, within int32, and which of them there are."""
-    row, column = state_start + tl.arange(0, state_columns), start + tl.arange(0, columns)
-    places = row[:, None] * width + column[None, :]
-    return places, (row < state_width)[:, None] & (column < width)[None, :]
