@@ -4,48 +4,41 @@ import pytest
 import torch
 
 from tests.support.adapted_layers import Layer, random
-from tests.support.eight_bit_cases import (
-    FORMATS,
-    float8_matmul,
-    weights_and_activations,
-)
+from tests.support.eight_bit_cases import float8_matmul, weights_and_activations
 from tests.support.models import nf4_linear
 from workflow.lib.kernels.nf4.decode import dequantize_nf4
 from workflow.lib.model.layers.frozen_matmul import MatmulPrecision
 from workflow.lib.model.layers.nf4_lora_matmul import nf4_lora_matmuls
 
-pytestmark = pytest.mark.gpu
-CAPABILITY = {"float8": (8, 9)}
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("float8")]
 
 
-@pytest.fixture(params=FORMATS)
-def kind(request):
+@pytest.fixture
+def float8():
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
-    name: str = request.param
-    if torch.cuda.get_device_capability() < CAPABILITY[name]:
-        pytest.skip(f"this GPU has no matmuls in {name}")
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU has no matmuls in float8")
     assert dequantize_nf4.works_on(torch.device("cuda", 0), torch.bfloat16)
-    return name
 
 
-def test_weights_and_activations_are_the_cpu_s_bit_by_bit(kind):
-    for one, other in weights_and_activations(FORMATS[kind], device="cuda", interpreted=False):
+def test_weights_and_activations_are_the_cpu_s_bit_by_bit():
+    for one, other in weights_and_activations(device="cuda", interpreted=False):
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
-def test_products_are_the_cpu_s(kind):
+def test_products_are_the_cpu_s():
     """Rounded to bf16, and of sums of fewer bits (fast accumulation)."""
     one, other = float8_matmul(device="cuda")
     largest = float(other.abs().max())
     torch.testing.assert_close(one, other, rtol=2**-7, atol=2**-8 * largest)
 
 
-def test_node_has_the_values_and_gradients_of_the_cpu(kind, tmp_path):
+def test_node_has_the_values_and_gradients_of_the_cpu(tmp_path):
     """In bf16: a few roundings of 2^-9 of the largest."""
     results = []
     for device in ("cpu", "cuda"):
-        types = MatmulPrecision(kind, kind)
+        types = MatmulPrecision(forward=True, backward=True)
         base = nf4_linear(tmp_path / device, random(160, 256)).to(device)
         base.matmul_precision = types
         weights = random(4, 256, seed=6).to(device), random(160, 4, seed=8).to(device)

@@ -11,13 +11,7 @@ from workflow.lib.kernels.eight_bits.matmul import (
     eight_bit_matmul,
     row_scales,
 )
-from workflow.lib.kernels.eight_bits.rounding import (
-    FORMATS,
-    Format,
-    Rounded,
-    rounded,
-    unfilled,
-)
+from workflow.lib.kernels.eight_bits.rounding import FLOAT8, Rounded, rounded, unfilled
 from workflow.lib.kernels.nf4.decode import NF4Data
 
 # (out, in): less than a program has, and a last program that is not full; rows of 3 blocks
@@ -48,55 +42,54 @@ def activations(width: int) -> torch.Tensor:
     return rows
 
 
-def weights_and_activations(form: Format, *, device: str, interpreted: bool) -> Pairs:
+def weights_and_activations(*, device: str, interpreted: bool) -> Pairs:
     """Return pairs of what a kernel gives and what it must give, bit by bit.
 
     interpreted: Triton's interpreter cuts float8 off where a GPU rounds, so there the kernels write
     what is still to be rounded."""
-    dtype = torch.float32 if interpreted and form.name == "float8" else form.dtype
+    dtype = torch.float32 if interpreted else FLOAT8
     pairs: Pairs = []
     for shape in SHAPES:
         for double_quant in (True, False):
             data = nf4_data(shape, double_quant=double_quant)
-            there, scales = moved(data, device), row_scales(data, shape, form)
-            made = matmul.scales_of_rows.kernel(there, shape, form.largest)
+            there, scales = moved(data, device), row_scales(data, shape)
+            made = matmul.scales_of_rows.kernel(there, shape)
             pairs.append((made, scales))
             for transposed in (False, True):
                 decode = matmul.decode_columns if transposed else matmul.decode_rows
                 stack = matmul.PackedStack(there, 1, *shape)
                 (values,) = decode.kernel(stack, made, 0, shape[transposed], dtype)
-                expected = decoded(data, scales, shape, form, transposed=transposed)
+                expected = decoded(data, scales, shape, transposed=transposed)
                 pairs.append((values, expected))
         rows = activations(shape[1])
         for factors in (None, torch.rand(shape[1]) + 0.5):
-            pairs += _rounded_rows(rows, factors, form, dtype=dtype, device=device)
+            pairs += _rounded_rows(rows, factors, dtype=dtype, device=device)
     wide = activations(rounding.WHOLE_ROW + 5)  # more than a program has in registers
-    pairs += _rounded_rows(wide, None, form, dtype=dtype, device=device)
+    pairs += _rounded_rows(wide, None, dtype=dtype, device=device)
     return [(one.cpu().to(other.dtype), other) for one, other in pairs]
 
 
 def _rounded_rows(
     rows: torch.Tensor,
     factors: torch.Tensor | None,
-    form: Format,
     *,
     dtype: torch.dtype,
     device: str,
 ) -> Pairs:
-    copy = rounded(rows, form, factors=factors)
+    copy = rounded(rows, factors=factors)
     given = None if factors is None else factors.to(device)
-    made = unfilled(rows.shape, form._replace(dtype=dtype), torch.device(device))[:2]
-    rounding.round_rows.kernel(*made, rows.to(device), given, form)
-    return [*zip(made, copy[:2], strict=True)]
+    made = unfilled(rows.shape, torch.device(device), dtype=dtype)
+    rounding.round_rows.kernel(*made, rows.to(device), given)
+    return [*zip(made, copy, strict=True)]
 
 
 def float8_matmul(*, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Return torch's matmul of rounded operands on a GPU in bf16, and the CPU's in fp32."""
-    form, shape = FORMATS["float8"], (144, 192)
+    shape = (144, 192)
     data = nf4_data(shape, double_quant=True)
-    scales = row_scales(data, shape, form)
-    left, values = rounded(activations(192), form), decoded(data, scales, shape, form)
+    scales = row_scales(data, shape)
+    left, values = rounded(activations(192)), decoded(data, scales, shape)
     expected = eight_bit_matmul(left, RoundedWeight(values, scales), dtype=torch.float32)
-    there = Rounded(left.values.to(device), left.scales.to(device), form)
+    there = Rounded(left.values.to(device), left.scales.to(device))
     weight = RoundedWeight(values.to(device), scales.to(device))
     return eight_bit_matmul(there, weight, dtype=torch.bfloat16).float().cpu(), expected

@@ -10,7 +10,7 @@ import torch
 
 from tests.support.stacks import packed_stack
 from workflow.lib.kernels.eight_bits.matmul import PackedStack, decode_columns, decode_rows
-from workflow.lib.kernels.eight_bits.rounding import FORMATS
+from workflow.lib.kernels.eight_bits.rounding import FLOAT8
 from workflow.lib.kernels.experts.gates import ACTIVATIONS, gated, gated_backward_
 from workflow.lib.kernels.experts.grouped_matmul import (
     bias_products,
@@ -138,7 +138,6 @@ def float8_matmuls(
     interpreted: Triton's interpreter cuts float8 off where a GPU rounds, so there the kernels write
     what is still to be rounded."""
     draw = torch.Generator().manual_seed(4)
-    form = FORMATS["float8"]
     plain_stack = packed_stack(torch.randn(EXPERTS, columns, width, generator=draw))
     stack = copy.deepcopy(plain_stack).to(device)
     packed = PackedStack(stack.nf4_data(), EXPERTS, columns, width)
@@ -151,22 +150,22 @@ def float8_matmuls(
         here, plain = routings(num_tokens, device=device)
         num_rows = num_tokens * (1 if by_token else TOP_K)
         rows = torch.randn(num_rows, size, generator=draw)
-        expected = make(plain_stack, 64, stop, form=form, dtype=torch.float32)
+        expected = make(plain_stack, 64, stop, float8=True, dtype=torch.float32)
         assert expected.scales is not None
         scales = expected.scales.to(device)
-        kind = torch.float32 if interpreted else form.dtype
-        values = decode.kernel(packed, scales, 64, stop, kind).to(form.dtype)
+        kind = torch.float32 if interpreted else FLOAT8
+        values = decode.kernel(packed, scales, 64, stop, kind).to(FLOAT8)
         made = Weights(values, scales)
         yield values.float(), expected.values.float()
         small = torch.randn(EXPERTS, stop - 64, 16, generator=draw)
         yield (
             rows_matmul(
-                operand(Rows(rows.to(device), by_token), form), made, here,
+                operand(Rows(rows.to(device), by_token), float8=True), made, here,
                 update=Update(low.to(device), small.to(device), 0.75),
                 out=torch.empty(len(low), stop - 64, device=device),
             ),
             rows_matmul(
-                operand(Rows(rows, by_token), form), expected, plain,
+                operand(Rows(rows, by_token), float8=True), expected, plain,
                 update=Update(low, small, 0.75), out=torch.empty(len(low), stop - 64),
             ),
         )  # fmt: skip

@@ -12,7 +12,6 @@ from tests.support.models import nf4_linear
 from workflow.lib.kernels.rows.dropout import Draw
 from workflow.lib.model.fused_feed_forward import Form, FusedFeedForward
 from workflow.lib.model.layers.adapter_dropout import row_keys
-from workflow.lib.model.layers.frozen_matmul import MatmulPrecision
 
 HIDDEN, WIDE, ROWS, RANK = 192, 128, 9, 5
 FACTORS = ("plain", "dropout", "dora")
@@ -35,7 +34,6 @@ class OneNode(FusedFeedForward):
 def layers_of(
     folder: Path,
     kind: str,
-    types: MatmulPrecision,
     dtype: torch.dtype,
     device: str,
     into: str = "two linears",
@@ -49,7 +47,6 @@ def layers_of(
         bias = random(out, seed=20) if number == 0 and kind != "dora" else None
         weight = 0.1 * random(out, into_features, seed=number)
         base = nf4_linear(folder / str(number), weight, bias=bias).to(device)
-        base.matmul_precision = types
         if base.bias is not None:
             base.bias.data = base.bias.to(dtype)
         masters = (
@@ -71,14 +68,12 @@ def layers_of(
 
 
 def values_and_gradients(
-    folder: Path, kind: str, *, into: str, products: str | None, dtype: torch.dtype, device: str
+    folder: Path, kind: str, *, into: str, dtype: torch.dtype, device: str
 ) -> list[torch.Tensor]:
-    types = MatmulPrecision(products, products)
-    layers = layers_of(folder, kind, types, dtype, device, into)
+    layers = layers_of(folder, kind, dtype, device, into)
     x, grad = (random(ROWS, HIDDEN, seed=seed).to(device, dtype) for seed in (40, 41))
     given = [x.requires_grad_(), *(w for layer in layers for w in layer.weights)]
     given += [layer.factor for layer in layers if layer.factor is not None]
-    with types.in_eight_bits():
-        y = OneNode(layers, "silu")(x)
-        found = [y, *torch.autograd.grad(y, given, grad)]
+    y = OneNode(layers, "silu")(x)
+    found = [y, *torch.autograd.grad(y, given, grad)]
     return [tensor.detach().float().cpu() for tensor in found]

@@ -112,9 +112,7 @@ def feed_forward_in_one_node() -> None:
             take_kernels(on)
             with tempfile.TemporaryDirectory() as folder:
                 results.append(
-                    feed_forward.values_and_gradients(
-                        Path(folder), kind, into=into, products=None, **THERE
-                    )
+                    feed_forward.values_and_gradients(Path(folder), kind, into=into, **THERE)
                 )
         for one, other in zip(*results, strict=True):
             assert_close(other, one, rtol=0, atol=1e-6 * float(one.abs().max()))
@@ -126,10 +124,8 @@ def take_kernels(on: bool) -> None:
 
 
 def matmuls_in_8_bits() -> None:
-    for form in eight_bit_cases.FORMATS.values():
-        pairs = eight_bit_cases.weights_and_activations(form, device="cpu", interpreted=True)
-        for one, other in pairs:
-            assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), form.name
+    for one, other in eight_bit_cases.weights_and_activations(device="cpu", interpreted=True):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 def experts() -> None:

@@ -134,7 +134,7 @@ def gate(base):
                 found[name] = check_precision(training, store, config.train, world)
             except UserError as error:
                 found[name] = str(error)
-            found[name, "on"] = training.matmul_precision.asked != [None, None]
+            found[name, "on"] = training.matmul_precision.asked != (False, False)
     return found
 
 

@@ -13,13 +13,12 @@ from workflow.lib.kernels.eight_bits.matmul import (
     eight_bit_matmul,
     row_scales,
 )
-from workflow.lib.kernels.eight_bits.rounding import FORMATS, Format, rounded
+from workflow.lib.kernels.eight_bits.rounding import LARGEST, rounded
 from workflow.lib.system.errors import UserError
 
 OUT, IN = 48, 192  # three blocks a row
 # A float8 has 3 bits of mantissa, so a value is off by 1/16 of itself; below 2^-6 by 2^-10.
-RELATIVE = {"float8": 2.0**-4}
-ABSOLUTE = {"float8": 2.0**-10}
+RELATIVE, ABSOLUTE = 2.0**-4, 2.0**-10
 
 
 @pytest.fixture(params=[True, False], ids=["double", "single"])
@@ -29,65 +28,59 @@ def linear(request, tmp_path):
     return nf4_linear(tmp_path / "base", weight, double_quant=request.param)
 
 
-@pytest.fixture(params=FORMATS.values(), ids=FORMATS)
-def form(request):
-    chosen: Format = request.param
-    return chosen
-
-
-def weight_of(linear, form):
+def weight_of(linear):
     data, shape = linear.nf4_data(), linear.spec.shape
-    scales = row_scales(data, shape, form)
-    return RoundedWeight(decoded(data, scales, shape, form), scales)
+    scales = row_scales(data, shape)
+    return RoundedWeight(decoded(data, scales, shape), scales)
 
 
 def bits(tensor):
     return tensor.view(torch.uint8)
 
 
-def test_weight_in_8_bits_is_the_nf4_weight_rounded_once(linear, form):
+def test_weight_in_8_bits_is_the_nf4_weight_rounded_once(linear):
     """bitsandbytes decodes what is compared with."""
-    values, scales = weight_of(linear, form)
+    values, scales = weight_of(linear)
     assert scales is not None
     exact = linear.dequantize(torch.float32) / scales[:, None]
-    assert float(exact.abs().max()) <= form.largest * (1 + 1e-6)
-    bound = RELATIVE[form.name] * exact.abs() + ABSOLUTE[form.name]
+    assert float(exact.abs().max()) <= LARGEST * (1 + 1e-6)
+    bound = RELATIVE * exact.abs() + ABSOLUTE
     assert ((values.float() - exact).abs() <= bound * (1 + 1e-5)).all()
 
 
-def test_scale_of_a_row_is_its_largest_weight_over_the_largest_value(linear, form):
+def test_scale_of_a_row_is_its_largest_weight_over_the_largest_value(linear):
     """By absmax the largest weight of a block has the code 1 or -1."""
     data, shape = linear.nf4_data(), linear.spec.shape
-    scales = row_scales(data, shape, form)
+    scales = row_scales(data, shape)
     largest = linear.dequantize(torch.float32).abs().amax(dim=1)
     used = torch.arange(OUT) != 5  # of a row of zeros the scale may be anything small
-    torch.testing.assert_close(scales[used] * form.largest, largest[used], rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(scales[used] * LARGEST, largest[used], rtol=1e-6, atol=0.0)
     assert float(scales[5]) > 0
 
 
-def test_transposed_weight_is_the_same(linear, form):
-    values, scales = weight_of(linear, form)
+def test_transposed_weight_is_the_same(linear):
+    values, scales = weight_of(linear)
     assert scales is not None
-    turned = decoded(linear.nf4_data(), scales, linear.spec.shape, form, transposed=True)
+    turned = decoded(linear.nf4_data(), scales, linear.spec.shape, transposed=True)
     assert turned.is_contiguous()
     assert torch.equal(bits(turned), bits(values.t().contiguous()))
 
 
-def test_rows_are_rounded_by_their_own_scales(form):
+def test_rows_are_rounded_by_their_own_scales():
     rows, factors = random(7, IN, seed=1) * torch.logspace(-5, 5, 7)[:, None], random(IN).abs()
-    copy = rounded(rows, form, factors=factors)
+    copy = rounded(rows, factors=factors)
     assert copy.scales.shape == (7, 1)
     exact = rows * factors / copy.scales
-    assert (copy.values.float().abs().amax(dim=1) == form.largest).all()
-    bound = RELATIVE[form.name] * exact.abs() + ABSOLUTE[form.name]
+    assert (copy.values.float().abs().amax(dim=1) == LARGEST).all()
+    bound = RELATIVE * exact.abs() + ABSOLUTE
     assert ((copy.values.float() - exact).abs() <= bound * (1 + 1e-5)).all()
 
 
-def test_product_is_that_of_what_was_rounded(linear, form):
+def test_product_is_that_of_what_was_rounded(linear):
     """In fp64, from values times scales; fp32 sums of 192 terms are off by 1e-6 of the largest."""
-    weight = weight_of(linear, form)
+    weight = weight_of(linear)
     assert weight.scales is not None
-    copy = rounded(random(7, IN, seed=1), form)
+    copy = rounded(random(7, IN, seed=1))
     scaled = copy.values.double() * copy.scales.double()
     expected = scaled @ (weight.values.double() * weight.scales.double()[:, None]).t()
     y = eight_bit_matmul(copy, weight, dtype=torch.float32)
@@ -96,21 +89,21 @@ def test_product_is_that_of_what_was_rounded(linear, form):
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_row_that_is_not_finite_stays_so_and_alone(linear, form, value):
+def test_row_that_is_not_finite_stays_so_and_alone(linear, value):
     rows = random(4, IN, seed=1)
     rows[2, 7] = value
-    y = eight_bit_matmul(rounded(rows, form), weight_of(linear, form), dtype=torch.float32)
+    y = eight_bit_matmul(rounded(rows), weight_of(linear), dtype=torch.float32)
     others = [0, 1, 3]
     assert not y[2][torch.arange(OUT) != 5].isfinite().any()
     rows[2] = 0.0  # as many rows as before: a CPU may sum other numbers of rows in another order
-    clean = eight_bit_matmul(rounded(rows, form), weight_of(linear, form), dtype=torch.float32)
+    clean = eight_bit_matmul(rounded(rows), weight_of(linear), dtype=torch.float32)
     assert torch.equal(y[others], clean[others])
 
 
-def test_row_of_zeros_gives_zeros(linear, form):
+def test_row_of_zeros_gives_zeros(linear):
     rows = random(3, IN, seed=1)
     rows[1] = 0
-    y = eight_bit_matmul(rounded(rows, form), weight_of(linear, form), dtype=torch.float32)
+    y = eight_bit_matmul(rounded(rows), weight_of(linear), dtype=torch.float32)
     assert (y[1] == 0).all()
     assert (y[:, 5] == 0).all()
     assert (y[0] != 0).sum() >= OUT - 2
@@ -118,6 +111,6 @@ def test_row_of_zeros_gives_zeros(linear, form):
 
 @pytest.mark.parametrize("shape", [(48, 96), (40, 128), (48, 100)])
 def test_linear_that_8_bits_cannot_multiply_is_named(shape):
-    check_shape("model.layers.3.up_proj", (48, 128), block_size=64, name="float8")
+    check_shape("model.layers.3.up_proj", (48, 128), block_size=64)
     with pytest.raises(UserError, match=r"matmul_dtype = float8: model.layers.3.up_proj .*multip"):
-        check_shape("model.layers.3.up_proj", shape, block_size=64, name="float8")
+        check_shape("model.layers.3.up_proj", shape, block_size=64)

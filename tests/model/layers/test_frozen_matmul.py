@@ -7,13 +7,17 @@ import torch
 from tests.support.adapted_layers import SCALE, Layer, random
 from tests.support.models import nf4_linear
 from workflow.lib.kernels.eight_bits.matmul import decoded, row_scales
-from workflow.lib.kernels.eight_bits.rounding import FORMATS, rounded
+from workflow.lib.kernels.eight_bits.rounding import rounded
 from workflow.lib.model.layers import frozen_matmul as frozen_matmul_module
 from workflow.lib.model.layers.frozen_matmul import MatmulPrecision, frozen_linear
 from workflow.lib.model.layers.nf4_lora_matmul import nf4_lora_matmul, nf4_lora_matmuls
 
 OUT, IN, RANK = 48, 192, 3
-WAYS = {"both": (True, True), "forward": (True, False), "backward": (False, True)}
+WAYS = {
+    "both": {"forward": True, "backward": True},
+    "forward": {"forward": True},
+    "backward": {"backward": True},
+}
 
 
 def layers_of(folder, types, *, bias, count=2):
@@ -27,57 +31,51 @@ def layers_of(folder, types, *, bias, count=2):
     return made
 
 
-def types_of(kind, where):
-    forward, backward = (kind if holds else None for holds in WAYS[where])
-    return MatmulPrecision(forward, backward)
-
-
-def exact_weight(linear, kind):
+def exact_weight(linear, float8):
     """W, or W in 8 bits times its scales, in fp64."""
-    if kind is None:
+    if not float8:
         return linear.dequantize(torch.float32).double()
-    data, form = linear.nf4_data(), FORMATS[kind]
-    scales = row_scales(data, linear.spec.shape, form)
-    values = decoded(data, scales, linear.spec.shape, form)
+    data = linear.nf4_data()
+    scales = row_scales(data, linear.spec.shape)
+    values = decoded(data, scales, linear.spec.shape)
     return values.double() * scales.double()[:, None]
 
 
-def exact_rows(rows, kind):
+def exact_rows(rows, float8):
     """Rows, or what they are in 8 bits, in fp64."""
-    if kind is None:
+    if not float8:
         return rows.double()
-    copy = rounded(rows, FORMATS[kind])
+    copy = rounded(rows)
     return copy.values.double() * copy.scales.double()
 
 
-def expected_value(x, layer, kind):
+def expected_value(x, layer, float8):
     a, b = (weight.double() for weight in layer.weights)
-    y = exact_rows(x, kind) @ exact_weight(layer.base, kind).t()
+    y = exact_rows(x, float8) @ exact_weight(layer.base, float8).t()
     y = y + SCALE * (x.double() @ a.t() @ b.t())
     return y if layer.base.bias is None else y + layer.base.bias.double()
 
 
-def expected_gradient(grad, layer, kind):
+def expected_gradient(grad, layer, float8):
     """Of x: the rows' scales are in the gradient when it is rounded."""
     a, b = (weight.double() for weight in layer.weights)
     of_x = SCALE * (grad.double() @ b @ a)
-    if kind is None:
-        return of_x + grad.double() @ exact_weight(layer.base, None)
-    scales = row_scales(layer.base.nf4_data(), (OUT, IN), FORMATS[kind])
-    exact = exact_weight(layer.base, kind) / scales.double()[:, None]
-    return of_x + exact_rows(grad * scales, kind) @ exact
+    if not float8:
+        return of_x + grad.double() @ exact_weight(layer.base, float8)
+    scales = row_scales(layer.base.nf4_data(), (OUT, IN))
+    exact = exact_weight(layer.base, float8) / scales.double()[:, None]
+    return of_x + exact_rows(grad * scales, float8) @ exact
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("where", WAYS)
-@pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("nodes", ["one node", "a node each"])
-def test_values_and_gradients_are_those_of_rounded_products(tmp_path, kind, where, nodes, bias):
+def test_values_and_gradients_are_those_of_rounded_products(tmp_path, where, nodes, bias):
     """fp32 against fp64. A and B get the gradients of exact matmuls: only W is in 8 bits."""
-    types = types_of(kind, where)
+    types = MatmulPrecision(**WAYS[where])
     layers = layers_of(tmp_path, types, bias=bias)
     x, grads = random(6, IN, seed=2).requires_grad_(), [random(6, OUT, seed=s) for s in (3, 4)]
-    forward, backward = (kind if holds else None for holds in WAYS[where])
+    forward, backward = types.asked
     with types.in_eight_bits():
         if nodes == "one node":
             ours = nf4_lora_matmuls(x, layers)
@@ -99,9 +97,8 @@ def test_values_and_gradients_are_those_of_rounded_products(tmp_path, kind, wher
         torch.testing.assert_close(of_b, SCALE * grad.t() @ x @ a.t(), rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-def test_linear_without_adapter_is_multiplied_in_8_bits_too(tmp_path, kind):
-    types = types_of(kind, "both")
+def test_linear_without_adapter_is_multiplied_in_8_bits_too(tmp_path):
+    types = MatmulPrecision(**WAYS["both"])
     (layer,) = layers_of(tmp_path, types, bias=True, count=1)
     x, grad = random(2, 3, IN, seed=2).requires_grad_(), random(2, 3, OUT, seed=3)
     for weight in layer.weights:
@@ -109,14 +106,14 @@ def test_linear_without_adapter_is_multiplied_in_8_bits_too(tmp_path, kind):
     with types.in_eight_bits():
         y = frozen_linear(x, layer.base, bias=True)
         (of_x,) = torch.autograd.grad(y, x, grad)
-    expected = expected_value(x.reshape(-1, IN), layer, kind)
+    expected = expected_value(x.reshape(-1, IN), layer, float8=True)
     torch.testing.assert_close(y.flatten(0, 1).double(), expected, rtol=1e-5, atol=1e-4)
-    of_rows = expected_gradient(grad.reshape(-1, OUT), layer, kind)
+    of_rows = expected_gradient(grad.reshape(-1, OUT), layer, float8=True)
     torch.testing.assert_close(of_x.flatten(0, 1).double(), of_rows, rtol=1e-5, atol=1e-4)
 
 
 def test_linears_that_share_their_input_share_its_rounded_copy(tmp_path, monkeypatch):
-    types = types_of("float8", "forward")
+    types = MatmulPrecision(forward=True)
     layers = layers_of(tmp_path, types, bias=False)
     calls = []
     monkeypatch.setattr(
@@ -129,9 +126,8 @@ def test_linears_that_share_their_input_share_its_rounded_copy(tmp_path, monkeyp
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-def test_outside_of_the_block_no_bit_is_another(tmp_path, kind):
-    types, plain = types_of(kind, "both"), MatmulPrecision()
+def test_outside_of_the_block_no_bit_is_another(tmp_path):
+    types, plain = MatmulPrecision(**WAYS["both"]), MatmulPrecision()
     results = []
     for number, used in enumerate((types, plain)):
         (layer,) = layers_of(tmp_path / str(number), used, bias=True, count=1)

@@ -113,15 +113,13 @@ class CausalLMForTraining(nn.Module):
     def multiply_in_(self, dtype: str, passes: str) -> None:
         """Apply `train.matmul_dtype` to `train.matmul_passes`; raises `UserError` for a linear that
         float8 cannot multiply."""
-        kind = None if dtype == COMPUTE_DTYPE else dtype
-        forward, backward = (kind if passes in ("both", way) else None for way in WAYS)
-        self.matmul_precision = MatmulPrecision(forward, backward)
-        if kind is None:
+        float8 = {way: dtype != COMPUTE_DTYPE and passes in ("both", way) for way in WAYS}
+        self.matmul_precision = MatmulPrecision(**float8)
+        if dtype == COMPUTE_DTYPE:
             return
         for path, linear in nf4_linears(self.peft_model):
             path = path.removeprefix("base_model.model.").replace(".base_layer", "")
-            size = linear.spec.block_size
-            check_shape(path, linear.spec.shape, block_size=size, name=dtype)
+            check_shape(path, linear.spec.shape, block_size=linear.spec.block_size)
             linear.matmul_precision = self.matmul_precision
 
     def balance_routers_(self, asked: float | None) -> None:

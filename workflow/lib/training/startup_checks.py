@@ -21,7 +21,6 @@ from workflow.lib.distributed.weight_checks import fair_share, local_bytes, mism
 from workflow.lib.distributed.work_sharing import check_recorded
 from workflow.lib.distributed.world import World, decide_kernels
 from workflow.lib.kernels.attention.reference import attending_by_reference
-from workflow.lib.kernels.eight_bits.rounding import Format
 from workflow.lib.model.compared_layers import ComparedLayers
 from workflow.lib.model.decoder_layers import decoder_layers
 from workflow.lib.model.nf4_model import local
@@ -31,7 +30,7 @@ from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.objectives.next_token import NEXT_TOKEN
 from workflow.lib.settings.config import TrainConfig
 from workflow.lib.system.checksums import RecordedFile
-from workflow.lib.system.compute_choice import COMPUTE_DTYPE, FLEX
+from workflow.lib.system.compute_choice import COMPUTE_DTYPE, FLEX, FLOAT8
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.training.batches import shared_lengths, stored_batch
 from workflow.lib.training.build import TrainingModel
@@ -366,31 +365,30 @@ def check_precision(
     for a run without. Calls `moved` after every row. Collective. With `auto` a rise above the bound
     switches 8 bits off; else it raises `UserError`."""
     forward, backward = training.matmul_precision.asked
-    if forward is None and backward is None:
+    if not forward and not backward:
         return []
-    if forward is None:
-        assert backward is not None
-        detail = f"only gradients are in {backward.name}"
+    if not forward:
+        detail = f"only gradients are in {FLOAT8}"
         return [_check("matmuls in 8 bits are in backward alone", detail)]
     training.eval()
     plain, rounded = (
         _loss(training, store, world, precision, moved=moved)
         for precision in (nullcontext(), training.matmul_precision.in_eight_bits())
     )
-    return [_judged(training, train, forward, plain=plain, rounded=rounded)]
+    return [_judged(training, train, plain=plain, rounded=rounded)]
 
 
 def _judged(
-    training: CausalLMForTraining, train: TrainConfig, form: Format, *, plain: float, rounded: float
+    training: CausalLMForTraining, train: TrainConfig, *, plain: float, rounded: float
 ) -> Check:
     """Return the check of both losses, nats per trained token, or end the run."""
     bound = train.max_matmul_loss_rise
     detail = (
-        f"{plain:.4f} nats per token in the compute dtype, {rounded:.4f} in {form.name}; allowed "
+        f"{plain:.4f} nats per token in the compute dtype, {rounded:.4f} in {FLOAT8}; allowed "
         f"is a rise of {bound:g}"
     )
     if rounded - plain <= bound:
-        logger.info("matmuls of frozen weights in %s: %s", form.name, detail)
+        logger.info("matmuls of frozen weights in %s: %s", FLOAT8, detail)
         return _check("the base's loss in 8 bits is that of the compute dtype", detail)
     if train.matmul_dtype != "auto":
         change = (

@@ -1,6 +1,6 @@
 """Matmuls of frozen NF4 weights in float8: rounding of weights and activations, and the matmul.
 
-A weight row n has a scale s_n = max_b |absmax_(n,b)| / L, for the format's largest value L: no code
+A weight row n has a scale s_n = max_b |absmax_(n,b)| / L, for float8's largest value L: no code
 is above 1. The forward matmul is y_tn = s_n a_t sum_k W'_nk x'_tk, with W' = W / s and x' = x / a
 in float8, and a scale a for each token. Backward sums over the rows n, so s is folded into the
 gradient before that is rounded: g'_tn a_t = g_tn s_n.
@@ -15,9 +15,9 @@ import torch
 from bitsandbytes.functional import quantize_4bit
 
 from workflow.lib.kernels.eight_bits.rounding import (
-    FORMATS,
+    FLOAT8,
+    LARGEST,
     SMALLEST_SCALE,
-    Format,
     Rounded,
     by_kernel_on_gpus,
 )
@@ -41,37 +41,37 @@ class RoundedWeight(NamedTuple):
     scales: torch.Tensor | None  # (N,) fp32; None for ones
 
 
-def check_shape(path: str, shape: tuple[int, int], *, block_size: int, name: str) -> None:
+def check_shape(path: str, shape: tuple[int, int], *, block_size: int) -> None:
     """Raise `UserError` if a linear (out, in) cannot be multiplied in 8 bits."""
     if shape[1] % block_size or any(size % ALIGNED for size in shape):
         raise UserError(
-            f"train.matmul_dtype = {name}: {path} has the shape {shape}, and {name} needs rows of "
+            f"train.matmul_dtype = float8: {path} has the shape {shape}, and float8 needs rows of "
             f"whole blocks of {block_size} (quantize.block_size) and sizes that are multiples of "
             f"{ALIGNED}. Set train.matmul_dtype to compute_dtype."
         )
 
 
-def row_scales(data: NF4Data, shape: tuple[int, int], form: Format) -> torch.Tensor:
+def row_scales(data: NF4Data, shape: tuple[int, int]) -> torch.Tensor:
     """Return the scales s (out,) fp32 of the rows of an NF4 weight (out, in)."""
-    scales: torch.Tensor = by_kernel_on_gpus(scales_of_rows, data, shape, form.largest)
+    scales: torch.Tensor = by_kernel_on_gpus(scales_of_rows, data, shape)
     return scales
 
 
-def _scales_by_kernel(data: NF4Data, shape: tuple[int, int], largest: float) -> torch.Tensor:
+def _scales_by_kernel(data: NF4Data, shape: tuple[int, int]) -> torch.Tensor:
     num_rows, width = shape
     scales = torch.empty(num_rows, dtype=torch.float32, device=data.code.device)
     row_blocks = width // data.block_size
     launch(
         "eight_bits.row_scales", (num_rows,), scales, *data.scale_parts, data.nested_code,
-        data.offset, row_blocks, most=largest, double=data.doubly_quantized,
+        data.offset, row_blocks, most=LARGEST, double=data.doubly_quantized,
         size=min(512, power_of_two(row_blocks)), num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     return scales
 
 
-def _scales_by_torch(data: NF4Data, shape: tuple[int, int], largest: float) -> torch.Tensor:
+def _scales_by_torch(data: NF4Data, shape: tuple[int, int]) -> torch.Tensor:
     most = _block_scales(data, shape).abs().amax(dim=1)
-    return (most / largest).clamp_min(SMALLEST_SCALE)
+    return (most / LARGEST).clamp_min(SMALLEST_SCALE)
 
 
 def _case_data(device: torch.device) -> NF4Data:
@@ -85,7 +85,7 @@ scales_of_rows = Op(
     "scales of weights' rows",
     reference=_scales_by_torch,
     kernel=_scales_by_kernel,
-    case=lambda device: (_case_data(device), CASE_SHAPE, FORMATS["float8"].largest),
+    case=lambda device: (_case_data(device), CASE_SHAPE),
     variant=lambda *_: (),
 )
 
@@ -127,13 +127,12 @@ def decoded(
     data: NF4Data,
     scales: torch.Tensor,
     shape: tuple[int, int],
-    form: Format,
     *,
     transposed: bool = False,
 ) -> torch.Tensor:
     """Return W' = W / s of an NF4 weight W in 8 bits, (out, in), or transposed (in, out)."""
     decode = decode_columns if transposed else decode_rows
-    given = (PackedStack(data, 1, *shape), scales, 0, shape[transposed], form.dtype)
+    given = (PackedStack(data, 1, *shape), scales, 0, shape[transposed], FLOAT8)
     weight: torch.Tensor = by_kernel_on_gpus(decode, *given)
     return weight[0]
 
@@ -187,7 +186,7 @@ def _columns_by_torch(
 
 def _case_of_stack(device: torch.device, dtype: torch.dtype, stop: int) -> Case:
     stack = PackedStack(_case_data(device), 2, CASE_SHAPE[0] // 2, CASE_SHAPE[1])
-    scales = _scales_by_torch(stack.data, CASE_SHAPE, FORMATS["float8"].largest)
+    scales = _scales_by_torch(stack.data, CASE_SHAPE)
     return stack, scales, 0, stop, dtype
 
 

@@ -11,21 +11,11 @@ from workflow.lib.kernels.op import Case, Op, first_tensor
 from workflow.lib.system.device_types import GPUS
 from workflow.lib.system.errors import UserError
 
+FLOAT8, LARGEST = torch.float8_e4m3fn, 448.0  # the format, and its largest value
 SMALLEST_SCALE = 1e-30  # of a row of zeros
 # Elements of a row in a program at a time; up to WHOLE_ROW all of them are in registers.
 ROW_ELEMENTS, ROW_WARPS, WHOLE_ROW = 2048, 8, 32768
 THREAD_ELEMENTS = 32  # of such a row
-
-
-class Format(NamedTuple):
-    """A type of 8 bits, and how activations are rounded to it."""
-
-    name: str
-    dtype: torch.dtype
-    largest: float
-
-
-FORMATS = {"float8": Format("float8", torch.float8_e4m3fn, 448.0)}
 
 
 class Rounded(NamedTuple):
@@ -33,14 +23,12 @@ class Rounded(NamedTuple):
 
     values: torch.Tensor  # (T, width)
     scales: torch.Tensor  # (T, 1) fp32
-    form: Format
 
 
-def unfilled(size: Sequence[int], form: Format, device: torch.device) -> Rounded:
+def unfilled(size: Sequence[int], device: torch.device, *, dtype: torch.dtype = FLOAT8) -> Rounded:
     """Return unfilled values and scales of rows of this size (T, width)."""
-    values = torch.empty(size, dtype=form.dtype, device=device)
-    scales = torch.empty((size[0], 1), dtype=torch.float32, device=device)
-    return Rounded(values, scales, form)
+    values = torch.empty(size, dtype=dtype, device=device)
+    return Rounded(values, torch.empty((size[0], 1), dtype=torch.float32, device=device))
 
 
 def by_kernel_on_gpus(op: Op[Any, Any], *given: Any) -> Any:
@@ -54,11 +42,11 @@ def by_kernel_on_gpus(op: Op[Any, Any], *given: Any) -> Any:
     return op(*given)
 
 
-def rounded(rows: torch.Tensor, form: Format, *, factors: torch.Tensor | None = None) -> Rounded:
+def rounded(rows: torch.Tensor, *, factors: torch.Tensor | None = None) -> Rounded:
     """Return rows (T, width), times `factors` (width,) fp32 of their columns, in 8 bits. A row with
     NaN or infinity has the scale infinity: matmuls with it are not finite."""
-    made = unfilled(rows.shape, form, rows.device)
-    by_kernel_on_gpus(round_rows, made.values, made.scales, rows, factors, form)
+    made = unfilled(rows.shape, rows.device)
+    by_kernel_on_gpus(round_rows, *made, rows, factors)
     return made
 
 
@@ -67,12 +55,11 @@ def _round_by_kernel(
     scales: torch.Tensor,
     rows: torch.Tensor,
     factors: torch.Tensor | None,
-    form: Format,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows = rows.contiguous()
     num_rows, width = rows.shape
     given = (scales, rows, rows if factors is None else factors, width)
-    options: dict[str, Any] = {"most": form.largest, "folds": factors is not None}
+    options: dict[str, Any] = {"most": LARGEST, "folds": factors is not None}
     launch("eight_bits.round_rows", (num_rows,), values, *given, **_row_program(width), **options)
     return values, scales
 
@@ -82,12 +69,11 @@ def _round_by_torch(
     scales: torch.Tensor,
     rows: torch.Tensor,
     factors: torch.Tensor | None,
-    form: Format,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     exact = rows.float() if factors is None else rows.float() * factors
     largest = exact.abs().nan_to_num(nan=torch.inf, posinf=torch.inf).amax(dim=1, keepdim=True)
-    scales.copy_((largest / form.largest).clamp_min(SMALLEST_SCALE))
-    return values.copy_((exact * scales.reciprocal()).to(form.dtype)), scales
+    scales.copy_((largest / LARGEST).clamp_min(SMALLEST_SCALE))
+    return values.copy_((exact * scales.reciprocal()).to(FLOAT8)), scales
 
 
 def _row_program(width: int) -> dict[str, Any]:
@@ -105,8 +91,7 @@ def _row_program(width: int) -> dict[str, Any]:
 def _case_of_rows(device: torch.device, dtype: torch.dtype) -> Case:
     draw = torch.Generator().manual_seed(0)
     rows, factors = (torch.randn(x, generator=draw).to(device) for x in ((5, 192), (192,)))
-    form = FORMATS["float8"]._replace(dtype=dtype)
-    return *unfilled(rows.shape, form, device)[:2], rows, factors, form
+    return *unfilled(rows.shape, device, dtype=dtype), rows, factors
 
 
 round_rows = Op(

@@ -22,7 +22,7 @@ from workflow.lib.kernels.eight_bits.matmul import (
     decode_rows,
     row_scales,
 )
-from workflow.lib.kernels.eight_bits.rounding import Format, rounded
+from workflow.lib.kernels.eight_bits.rounding import FLOAT8, rounded
 from workflow.lib.kernels.experts.grouped_matmul import ROW_UNIT, rows_matmul, weights_matmul
 from workflow.lib.kernels.experts.routing import Routing, Rows, Update, Weights
 from workflow.lib.model.layers.lora_linear import FusedLoraLinear
@@ -55,42 +55,40 @@ class FusedLoraStack(FusedLoraLinear):
         raise NotImplementedError("which experts x goes to is not known here")
 
 
-def operand(rows: Rows, form: Format | None) -> Rows:
-    """Return rows as operands of a matmul in `form`."""
-    if form is None:
+def operand(rows: Rows, *, float8: bool) -> Rows:
+    """Return rows as operands of a matmul."""
+    if not float8:
         return rows
-    made = rounded(rows.values, form)
+    made = rounded(rows.values)
     return Rows(made.values, rows.by_token, made.scales)
 
 
 def row_weights(
-    base: NF4Stack, start: int, stop: int, *, form: Format | None, dtype: torch.dtype
+    base: NF4Stack, start: int, stop: int, *, float8: bool, dtype: torch.dtype
 ) -> Weights:
     """Return rows `start` to `stop` of every expert (experts, stop - start, in), for y."""
-    if form is None:
+    if not float8:
         return Weights(base.dequantize_rows(start, stop, dtype))
-    stack, scales = _packed(base, form)
-    return Weights(decode_rows(stack, scales, start, stop, form.dtype), scales)
+    stack, scales = _packed(base)
+    return Weights(decode_rows(stack, scales, start, stop, FLOAT8), scales)
 
 
 def column_weights(
-    base: NF4Stack, start: int, stop: int, *, form: Format | None, dtype: torch.dtype
+    base: NF4Stack, start: int, stop: int, *, float8: bool, dtype: torch.dtype
 ) -> Weights:
     """Return columns `start` to `stop` of every expert, transposed, for the gradient of x."""
-    if form is None:
+    if not float8:
         return Weights(base.dequantize_columns(start, stop, dtype).transpose(1, 2))
-    stack, scales = _packed(base, form)
-    return Weights(decode_columns(stack, scales, start, stop, form.dtype), scales)
+    stack, scales = _packed(base)
+    return Weights(decode_columns(stack, scales, start, stop, FLOAT8), scales)
 
 
-def _packed(base: NF4Stack, form: Format) -> tuple[PackedStack, torch.Tensor]:
+def _packed(base: NF4Stack) -> tuple[PackedStack, torch.Tensor]:
     """Return the stored weights, and each expert's scale (experts,) fp32, computed at first use."""
     stack = PackedStack(base.nf4_data(), base.num_experts, base.expert_rows, base.in_features)
-    scales = base.row_scales.get(form.name)
-    if scales is None:
-        scales = row_scales(stack.data, stack.by_expert, form)
-        base.row_scales[form.name] = scales
-    return stack, scales
+    if base.row_scales is None:
+        base.row_scales = row_scales(stack.data, stack.by_expert)
+    return stack, base.row_scales
 
 
 class Adapter(NamedTuple):
@@ -153,17 +151,17 @@ def low_rank(stack: Stack, rows: Rows, routing: Routing) -> torch.Tensor | None:
 def value(stack: Stack, rows: Rows, low: torch.Tensor | None, routing: Routing) -> torch.Tensor:
     """Return y (R, out) of rows (R, in), for low = A x."""
     base, dtype = stack.base, rows.values.dtype
-    form = base.matmul_precision.forward
-    given = operand(rows, form)
+    float8 = base.matmul_precision.forward
+    given = operand(rows, float8=float8)
     y = rows.values.new_empty(len(routing.order), stack.base.expert_rows)
-    for start, stop in base.row_slices(form.dtype if form else dtype):
+    for start, stop in base.row_slices(FLOAT8 if float8 else dtype):
         update = None
         if stack.adapter is not None:
             assert low is not None
             update = Update(low, stack.adapter.b[:, start:stop], stack.adapter.scale)
         rows_matmul(
             given,
-            row_weights(base, start, stop, form=form, dtype=dtype),
+            row_weights(base, start, stop, float8=float8, dtype=dtype),
             routing,
             update=update,
             bias=None if stack.bias is None else stack.bias[:, start:stop],
@@ -185,15 +183,15 @@ def input_gradient(
 ) -> torch.Tensor:
     """Return the gradient of the rows (R, in) for those of the value and of `low_rank`."""
     base, dtype = stack.base, grad.values.dtype
-    form = base.matmul_precision.backward
-    given = operand(grad, form)
+    float8 = base.matmul_precision.backward
+    given = operand(grad, float8=float8)
     of_rows = grad.values.new_empty(len(routing.order), base.in_features)
-    for start, stop in base.column_slices(form.dtype if form else dtype):
+    for start, stop in base.column_slices(FLOAT8 if float8 else dtype):
         update = None
         if stack.adapter is not None:
             assert of_low is not None
             update = Update(of_low, stack.adapter.a[:, :, start:stop].transpose(1, 2), 1.0)
-        weights = column_weights(base, start, stop, form=form, dtype=dtype)
+        weights = column_weights(base, start, stop, float8=float8, dtype=dtype)
         rows_matmul(given, weights, routing, update=update, out=of_rows[:, start:stop])
         del weights  # before the next slice is decoded
     return of_rows

@@ -18,7 +18,7 @@ from workflow.lib.kernels.eight_bits.matmul import (
     eight_bit_matmul,
     row_scales,
 )
-from workflow.lib.kernels.eight_bits.rounding import FORMATS, Format, Rounded, rounded
+from workflow.lib.kernels.eight_bits.rounding import Rounded, rounded
 from workflow.lib.kernels.nf4.decode import NF4Data
 from workflow.lib.kernels.rows.low_rank import LowRank, add_low_rank_
 
@@ -26,14 +26,11 @@ from workflow.lib.kernels.rows.low_rank import LowRank, add_low_rank_
 class MatmulPrecision:
     """Dtype of matmuls with frozen weights: the compute dtype, or the run's in `in_eight_bits`."""
 
-    def __init__(self, forward: str | None = None, backward: str | None = None) -> None:
-        """forward, backward: names of `eight_bits.FORMATS`; None: the compute dtype."""
-        self.asked = [None if name is None else FORMATS[name] for name in (forward, backward)]
-        """Formats of forward and backward within the block."""
-        self.forward: Format | None = None
-        """Of y = x W^T now; None: the compute dtype."""
-        self.backward: Format | None = None
-        """Of g W now; None: the compute dtype."""
+    def __init__(self, *, forward: bool = False, backward: bool = False) -> None:
+        self.asked = forward, backward
+        """Which of them are in float8 within the block."""
+        self.forward = self.backward = False
+        """Whether y = x W^T, and g W, are in float8 now."""
 
     @contextmanager
     def in_eight_bits(self) -> Iterator[None]:
@@ -42,7 +39,7 @@ class MatmulPrecision:
         try:
             yield
         finally:
-            self.forward = self.backward = None
+            self.forward = self.backward = False
 
 
 class FrozenWeight(Protocol):
@@ -50,8 +47,8 @@ class FrozenWeight(Protocol):
 
     bias: Any
     matmul_precision: MatmulPrecision
-    row_scales: dict[str, torch.Tensor]
-    """By the name of a format, made at its first use: weights do not change."""
+    row_scales: torch.Tensor | None
+    """Of float8, made at the first use: weights do not change."""
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
@@ -69,8 +66,8 @@ Operand = torch.Tensor | Rounded
 
 def operand(x: torch.Tensor, linear: FrozenWeight) -> Operand:
     """Return x (..., in) as rows (T, in) for forward: one operand for all linears of x."""
-    form, rows = linear.matmul_precision.forward, x.reshape(-1, x.shape[-1])
-    return rows if form is None else rounded(rows, form)
+    rows = x.reshape(-1, x.shape[-1])
+    return rounded(rows) if linear.matmul_precision.forward else rows
 
 
 def adapted_matmul(
@@ -91,8 +88,8 @@ def frozen_value(
 ) -> torch.Tensor:
     """Return W x, and + b if `bias`, (T, out) in `dtype`, of rows x (T, in)."""
     if isinstance(rows, Rounded):
-        scales = _row_scales(linear, rows.form)
-        weight = decoded(linear.nf4_data(), scales, linear.matrix_shape, rows.form)
+        scales = _row_scales(linear)
+        weight = decoded(linear.nf4_data(), scales, linear.matrix_shape)
         y = eight_bit_matmul(rows, RoundedWeight(weight, scales), dtype=dtype)
         return y.add_(linear.bias) if bias and linear.bias is not None else y
     return nn.functional.linear(rows, linear.dequantize(dtype), linear.bias if bias else None)
@@ -100,22 +97,18 @@ def frozen_value(
 
 def frozen_input_gradient(grad: torch.Tensor, linear: FrozenWeight) -> torch.Tensor:
     """Return g W (T, in) for the gradient g (T, out) of a value."""
-    form = linear.matmul_precision.backward
-    if form is None:
+    if not linear.matmul_precision.backward:
         return grad @ linear.dequantize(grad.dtype)
-    return eight_bit_matmul(*_backward_operands(grad, linear, form), dtype=grad.dtype)
+    return eight_bit_matmul(*_backward_operands(grad, linear), dtype=grad.dtype)
 
 
 def add_input_gradient_(
     of_rows: torch.Tensor, grad: torch.Tensor, linear: FrozenWeight
 ) -> torch.Tensor:
     """Add g W to `of_rows` (T, in), for the gradient g (T, out) of a value; return it."""
-    form = linear.matmul_precision.backward
-    if form is None:
+    if not linear.matmul_precision.backward:
         return of_rows.addmm_(grad, linear.dequantize(grad.dtype))
-    return of_rows.add_(
-        eight_bit_matmul(*_backward_operands(grad, linear, form), dtype=of_rows.dtype)
-    )
+    return of_rows.add_(eight_bit_matmul(*_backward_operands(grad, linear), dtype=of_rows.dtype))
 
 
 def scaled_matmul(
@@ -127,24 +120,19 @@ def scaled_matmul(
     return torch.addmm(ignored, left, right, beta=0, alpha=scale, out=out)
 
 
-def _backward_operands(
-    grad: torch.Tensor, linear: FrozenWeight, form: Format
-) -> tuple[Rounded, RoundedWeight]:
+def _backward_operands(grad: torch.Tensor, linear: FrozenWeight) -> tuple[Rounded, RoundedWeight]:
     """Return the operands of g W: the gradient times the rows' scales, and W / s transposed, since
     both must be contiguous along the summed dim."""
-    scales = _row_scales(linear, form)
-    left = rounded(grad, form, factors=scales)
-    shape = linear.matrix_shape
-    weight = decoded(linear.nf4_data(), scales, shape, form, transposed=True)
+    scales = _row_scales(linear)
+    left = rounded(grad, factors=scales)
+    weight = decoded(linear.nf4_data(), scales, linear.matrix_shape, transposed=True)
     return left, RoundedWeight(weight, None)
 
 
-def _row_scales(linear: FrozenWeight, form: Format) -> torch.Tensor:
-    kept = linear.row_scales.get(form.name)
-    if kept is None:
-        kept = row_scales(linear.nf4_data(), linear.matrix_shape, form)
-        linear.row_scales[form.name] = kept
-    return kept
+def _row_scales(linear: FrozenWeight) -> torch.Tensor:
+    if linear.row_scales is None:
+        linear.row_scales = row_scales(linear.nf4_data(), linear.matrix_shape)
+    return linear.row_scales
 
 
 def frozen_linear(x: torch.Tensor, linear: FrozenWeight, *, bias: bool) -> torch.Tensor:

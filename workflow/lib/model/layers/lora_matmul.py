@@ -125,7 +125,7 @@ def input_gradient(
     linears: Sequence[Adapted], grads: Sequence[torch.Tensor], of_low: torch.Tensor
 ) -> torch.Tensor:
     """Return the gradient of the rows (T, in) for those of the values and of `low_rank`."""
-    if linears[0].base.matmul_precision.backward is not None and not _drops(linears):
+    if linears[0].base.matmul_precision.backward and not _drops(linears):
         return _matmuls_first(linears, grads, of_low)
     of_rows = _adapters_input_gradient(linears, of_low)
     for linear, grad in zip(linears, grads, strict=True):

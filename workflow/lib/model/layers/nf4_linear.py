@@ -86,7 +86,7 @@ class NF4Linear(nn.Linear):
         super().__init__(in_features, out_features, bias=bias, device="meta", dtype=compute_dtype)
         self.spec, self._sizes = spec, spec.sizes
         self.matmul_precision = IN_COMPUTE_DTYPE
-        self.row_scales: dict[str, torch.Tensor] = {}
+        self.row_scales: torch.Tensor | None = None
         for name, num_bytes in self._sizes.items():
             padded = torch.empty(math.ceil(num_bytes / 4), device="meta")  # whole elements of fp32
             self.register_parameter(name, nn.Parameter(padded, requires_grad=False))
