@@ -12,8 +12,8 @@ import pytest
 from tests.support.distributed import TIMEOUT_S, run_distributed
 from tests.support.finished import CONFIG, PLAN, arguments, finetune, finished, prepare
 from tests.support.models import tiny_llama
-from workflow.lib.distributed.stop_signals import SIGNALS, StopRequest, on_any
-from workflow.lib.distributed.world import process_group
+from workflow.lib.distributed.stop_signals import SIGNALS, StopRequest
+from workflow.lib.distributed.world import largest_of_all, process_group
 from workflow.lib.export.adapter_files import read_sharded_adapter
 from workflow.lib.settings.config import LoraSettings
 from workflow.lib.system.artifact_files import read_lines
@@ -35,12 +35,12 @@ def asked(number, world):
     before = signal.SIG_DFL
     signal.signal(number, before)  # who started the tests may have had SIGHUP ignored
     with StopRequest() as stop:
-        answers = [on_any([stop.asked, False], group=world.io_group) for _ in range(2)]
+        answers = [largest_of_all([stop.asked, False], world=world) for _ in range(2)]
         if world.rank == 1:
             os.kill(os.getpid(), number)
             while not stop.asked:  # any thread may be given it, at any time
                 time.sleep(0.01)
-        answers += [on_any([stop.asked, False], group=world.io_group) for _ in range(2)]
+        answers += [largest_of_all([stop.asked, False], world=world) for _ in range(2)]
     return {"answers": answers, "restored": signal.getsignal(number) is before}
 
 

@@ -13,8 +13,7 @@ from tests.support.checkpointing import IDENTITY, Run
 from tests.support.distributed import TIMEOUT_S, run_distributed
 from workflow.lib.distributed import sharded_files
 from workflow.lib.distributed.sharded_files import INDEX, check_files, read_index
-from workflow.lib.distributed.stop_signals import on_any
-from workflow.lib.distributed.world import process_group
+from workflow.lib.distributed.world import largest_of_all, process_group
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import read_json, write_checked_json
 from workflow.lib.training.checkpoint import CheckpointWriter, saved_steps, step_dir
@@ -33,7 +32,7 @@ def writer_life(base, folder):
                 leave_partial(folder)
             writer.save(run.training, run.optimizer, step=step)
             for _ in range(20):
-                assert on_any([False], group=world.io_group) == [False]
+                assert largest_of_all([0], world=world) == [0]
         writer.save(run.training, run.optimizer, step=6)  # being written: no second one
         writer.wait()
         found["kept"] = saved_steps(folder)

@@ -24,8 +24,8 @@ from workflow.lib.artifacts.rungs import run_of
 from workflow.lib.artifacts.training_record import Check, Step
 from workflow.lib.data.tokens.token_store import TokenStore, recorded_arrays
 from workflow.lib.distributed.heartbeat import FIRST_PASS_S, JOIN_S, JOINING, Pulse
-from workflow.lib.distributed.stop_signals import StopRequest, on_any
-from workflow.lib.distributed.world import World, process_group
+from workflow.lib.distributed.stop_signals import StopRequest
+from workflow.lib.distributed.world import World, largest_of_all, process_group
 from workflow.lib.export.parity import save_logits, trained_logits
 from workflow.lib.model.architecture.model_files import ADAPTER
 from workflow.lib.model.experts.router_balance import accumulated
@@ -291,7 +291,7 @@ def save_or_stop(state: RunState, *, step: int, asked: bool, tokens: Path) -> No
     last = step == state.num_steps or state.ends_early
     due = last or state.cadence.due(step=step, last_saved_s=state.writer.last_saved_s)
     # Clocks differ, and a signal may reach one process alone, but saving is collective.
-    stopping, saving = on_any((asked, due), group=state.trainer.world.io_group)
+    stopping, saving = largest_of_all((asked, due), world=state.trainer.world)
     if saving or stopping:
         state.pulse.phase("saving", num_bytes=state.state_bytes)
         TokenStore.open(tokens)  # bytes cut off a mapped file read as zeros

@@ -5,12 +5,8 @@ Clusters send SIGTERM or SIGUSR1 before they take a machine back; SIGINT is Ctrl
 terminal."""
 
 import signal
-from collections.abc import Sequence
 from types import FrameType
 from typing import Any, Self
-
-import torch
-import torch.distributed as dist
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
@@ -33,13 +29,6 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        # Only a flag, which all processes exchange between two steps (`on_any`): an exception here
-        # would leave the others waiting in their next collective.
+        # Only a flag, which all processes exchange between two steps: an exception here would leave
+        # the others waiting in their next collective.
         self.asked = True
-
-
-def on_any(flags: Sequence[bool], *, group: dist.ProcessGroup) -> list[bool]:
-    """Return for each flag whether any process has set it. Collective."""
-    shared = torch.tensor([int(flag) for flag in flags])
-    dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=group)
-    return [bool(flag) for flag in shared]

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from workflow.lib.distributed.heartbeat import JOIN_S, Pulse
-from workflow.lib.distributed.world import World, process_group
+from workflow.lib.distributed.world import World, largest_of_all, process_group
 from workflow.lib.model.backends import choose_device
 from workflow.lib.system.checksums import RecordedFile, findings, largest_first, refuse_damaged
 from workflow.lib.system.environment import is_worker
@@ -134,8 +134,8 @@ def in_step(model: nn.Module | None, *, world: World | None) -> Iterator[None]:
         yield
         return
 
-    def announce(*_: object) -> None:
-        _announce(world, working=True)
+    def announce(*_: object) -> None:  # whether a process still runs forwards
+        largest_of_all([True], world=world)
 
     # before FSDP's hook, which gathers weights: all must know by then that they take part
     hook = model.register_forward_pre_hook(announce, prepend=True)
@@ -144,16 +144,9 @@ def in_step(model: nn.Module | None, *, world: World | None) -> Iterator[None]:
     finally:
         hook.remove()
     one_token = torch.zeros((1, 1), dtype=torch.long, device=world.device)
-    while _announce(world, working=False):
+    while any(largest_of_all([False], world=world)):
         with torch.no_grad():
             model(input_ids=one_token, use_cache=False)
-
-
-def _announce(world: World, *, working: bool) -> bool:
-    """Tell the others whether this process runs a forward; return whether any does. Collective."""
-    anyone = torch.tensor(int(working))
-    dist.all_reduce(anyone, dist.ReduceOp.MAX, group=world.io_group)
-    return bool(anyone)
 
 
 def agreed(value: ItemT, *, world: World | None) -> ItemT:

@@ -112,10 +112,10 @@ def die_with_parent() -> None:
 
 
 def largest_of_all(counts: Sequence[int], *, world: World) -> list[int]:
-    """Return the largest of each count of any process, on the CPU. Collective."""
+    """Return the largest of each count, or flag, of any process, on the CPU. Collective."""
     if world.size == 1:
         return list(counts)
-    largest = torch.tensor(counts)
+    largest = torch.tensor([int(count) for count in counts])
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=world.io_group)
     numbers: list[int] = largest.tolist()
     return numbers

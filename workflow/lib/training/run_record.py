@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from workflow.lib.artifacts.training_record import Check, Step
 from workflow.lib.data.tokens.token_store import TokenStore
-from workflow.lib.distributed.world import World
+from workflow.lib.distributed.world import World, largest_of_all
 from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.settings.config import RunConfig, TrainConfig
 from workflow.lib.settings.objectives import needs_of
@@ -190,9 +190,7 @@ class Journal:
         return None if now is None or self._drawn_j is None else now - self._drawn_j
 
     def peak_over_processes(self) -> int:
-        peak = torch.tensor(peak_bytes(self._world.device), dtype=torch.int64)
-        dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=self._world.io_group)
-        return int(peak)
+        return largest_of_all([peak_bytes(self._world.device)], world=self._world)[0]
 
     def copy_to(self, path: Path) -> None:
         write_lines(path, self.rows)

@@ -51,6 +51,14 @@ GROWN = 4.0  # factor of the last hidden states from token to token: a cap must 
 # Share of the size of all gradients. Recomputation repeats forward bit by bit; new noise in the
 # router of a tiny Phi-3.5-MoE changes them by 0.2.
 RECOMPUTED_TOLERANCE = 0.02
+# With SmolLM2-135M float8 changes the loss of a token by 0.2 nats, and their mean by 0.002.
+TOKENS = 8192
+
+logger = logging.getLogger("workflow")
+
+
+def _check(name: str, detail: str) -> Check:
+    return Check(name=name, passed=True, detail=detail)
 
 
 def check_inputs(
@@ -61,8 +69,7 @@ def check_inputs(
     check_recorded(files, world=world, moved=moved)
     num_bytes = sum(file.path.stat().st_size for file in files)
     detail = f"{len(files)} files, {num_bytes:,} bytes"
-    name = "base and tokens have their recorded SHA-256"
-    return Check(name=name, passed=True, detail=detail)
+    return _check("base and tokens have their recorded SHA-256", detail)
 
 
 def startup_checks(
@@ -120,10 +127,9 @@ def _check_weights(
             f"the weights would be silently wrong. Check the files in {base} (SHA256SUMS); if they "
             "are whole, report this with your versions of torch and NCCL."
         )
-    return Check(
-        name=f"gathered bytes equal checkpoint bytes ({count} tensors, {world.size} processes)",
-        passed=True,
-        detail="0 differ",
+    return _check(
+        f"gathered bytes equal checkpoint bytes ({count} tensors, {world.size} processes)",
+        "0 differ",
     )
 
 
@@ -155,7 +161,7 @@ def _check_rows(store: TokenStore) -> Check:
             "a training row has no trained token. Check data.loss_on, and tokenize again."
         )
     detail = f"fewest {fewest} of {store.seq_len}"
-    return Check(name="every row has trained tokens", passed=True, detail=detail)
+    return _check("every row has trained tokens", detail)
 
 
 def check_family(training: CausalLMForTraining, store: TokenStore, world: World) -> Check:
@@ -179,10 +185,9 @@ def check_family(training: CausalLMForTraining, store: TokenStore, world: World)
             f"(of {largest:.3g}) from the matmul of hidden states and head, so the loss would be "
             "another model's. Choose another model.source."
         )
-    return Check(
-        name="logits equal those of the model family's own forward",
-        passed=True,
-        detail=f"largest difference {difference:.2g} of {largest:.3g} over {len(places)} tokens",
+    return _check(
+        "logits equal those of the model family's own forward",
+        f"largest difference {difference:.2g} of {largest:.3g} over {len(places)} tokens",
     )
 
 
@@ -238,10 +243,9 @@ def check_attention(training: CausalLMForTraining, store: TokenStore, world: Wor
         )
     recurrent = training.recurrent_layers
     one_by_one = f"; {recurrent} recurrent layers take documents one by one" if recurrent else ""
-    return Check(
-        name="packed documents have the hidden states of each by itself, by the family's attention",
-        passed=True,
-        detail=f"difference {difference:.2g} of what a layer adds at most, over {num_tokens} tokens"
+    return _check(
+        "packed documents have the hidden states of each by itself, by the family's attention",
+        f"difference {difference:.2g} of what a layer adds at most, over {num_tokens} tokens"
         f"{one_by_one}",
     )
 
@@ -270,10 +274,9 @@ def check_recomputation(
             "trained. Set train.activation_checkpointing to false, or choose another model.source."
         )
     return [
-        Check(
-            name="recomputed layers have the gradients of those that are not recomputed",
-            passed=True,
-            detail=f"difference {difference:.2g} of their size over {ids.shape[1]} tokens",
+        _check(
+            "recomputed layers have the gradients of those that are not recomputed",
+            f"difference {difference:.2g} of their size over {ids.shape[1]} tokens",
         )
     ]
 
@@ -301,10 +304,9 @@ def check_shared_prompts(
             "trained. Set preferences.shared_prompt to false."
         )
     return [
-        Check(
-            name="answers that share their prompt have the hidden states of whole documents",
-            passed=True,
-            detail=f"difference {difference:.2g} of their size over {len(by_token)} tokens; "
+        _check(
+            "answers that share their prompt have the hidden states of whole documents",
+            f"difference {difference:.2g} of their size over {len(by_token)} tokens; "
             f"{batches[1].input_ids.shape[1]} of {batches[0].input_ids.shape[1]} tokens are left",
         )
     ]
@@ -345,12 +347,6 @@ def _is_packed(store: TokenStore) -> bool:
     """Whether a row has trained tokens after its first document."""
     document = (store.position_ids[:ROWS_LOOKED_AT] == 0).cumsum(axis=1)
     return bool((document[store.loss_mask[:ROWS_LOOKED_AT]] > 1).any())
-
-
-logger = logging.getLogger("workflow")
-
-# With SmolLM2-135M float8 changes the loss of a token by 0.2 nats, and their mean by 0.002.
-TOKENS = 8192
 
 
 def check_precision(
@@ -401,10 +397,6 @@ def _judged(
     training.multiply_in_(COMPUTE_DTYPE, train.matmul_passes)
     logger.warning("train.matmul_dtype = auto: no matmuls in 8 bits, since the base has %s", detail)
     return _check("matmuls in 8 bits are off where they cost the base more than allowed", detail)
-
-
-def _check(name: str, detail: str) -> Check:
-    return Check(name=name, passed=True, detail=detail)
 
 
 def _loss(
