@@ -73,7 +73,7 @@ def _round_by_torch(
     exact = rows.float() if factors is None else rows.float() * factors
     largest = exact.abs().nan_to_num(nan=torch.inf, posinf=torch.inf).amax(dim=1, keepdim=True)
     scales.copy_((largest / LARGEST).clamp_min(SMALLEST_SCALE))
-    return values.copy_((exact * scales.reciprocal()).to(FLOAT8)), scales
+    return values.copy_(exact * scales.reciprocal()), scales
 
 
 def _row_program(width: int) -> dict[str, Any]:

@@ -66,25 +66,14 @@ def _by_kernel(
 ) -> torch.Tensor:
     """Products and sums in fp32, none contracted, as in bitsandbytes' `dequantize_4bit`."""
     blocks = PROGRAM_WEIGHTS // data.block_size
+    # With fusion code * absmax + offset would be rounded once; bitsandbytes rounds twice.
     launch(
-        "elementwise.dequantize_nf4",
-        (-(-out.numel() // (blocks * data.block_size)),),
-        out,
-        data.packed,
-        *data.scale_parts,
-        data.code,
-        data.nested_code,
-        data.offset,
-        out.numel(),
-        *(strides or (0, 0, 0)),
-        in_runs=strides is not None,
-        block_size=data.block_size,
-        double_quant=data.doubly_quantized,
-        num_blocks=blocks,
-        num_warps=WARPS // 2,
-        # code * absmax + offset in one operation would be rounded once; bitsandbytes rounds twice.
-        enable_fp_fusion=False,
-    )
+        "elementwise.dequantize_nf4", (-(-out.numel() // (blocks * data.block_size)),), out,
+        data.packed, *data.scale_parts, data.code, data.nested_code, data.offset,
+        out.numel(), *(strides or (0, 0, 0)), in_runs=strides is not None,
+        block_size=data.block_size, double_quant=data.doubly_quantized, num_blocks=blocks,
+        num_warps=WARPS // 2, enable_fp_fusion=False,
+    )  # fmt: skip
     return out
 
 

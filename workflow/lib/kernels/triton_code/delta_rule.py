@@ -36,29 +36,11 @@ BLOCKS = tl.constexpr(4)  # of a chunk
 
 @triton.jit
 def prepare(
-    u,
-    w,
-    inverse,
-    sums,
-    key,
-    value,
-    g,
-    beta,
-    tokens,
-    chunks,
-    heads,
-    share,
-    key_token,
-    key_head,
-    value_token,
-    value_head,
-    key_width: tl.constexpr,
-    value_width: tl.constexpr,
-    keys: tl.constexpr,
-    values: tl.constexpr,
-    keeps: tl.constexpr,
-    precision: tl.constexpr,
-):
+    u, w, inverse, sums, key, value, g, beta,
+    tokens, chunks, heads, share, key_token, key_head, value_token, value_head,
+    key_width: tl.constexpr, value_width: tl.constexpr, keys: tl.constexpr, values: tl.constexpr,
+    keeps: tl.constexpr, precision: tl.constexpr,
+):  # fmt: skip
     """s, u and w of a chunk, and T if `keeps`, `keys` and `values` columns at a time."""
     kind: tl.constexpr = u.dtype.element_ty
     first, left, head, tile = chunk_place(tl.program_id(0), tokens, chunks, heads)
@@ -94,24 +76,11 @@ def prepare(
 
 @triton.jit
 def scan(
-    states,
-    new,
-    key,
-    u,
-    w,
-    sums,
-    tokens,
-    chunks,
-    heads,
-    share,
-    key_token,
-    key_head,
-    key_width: tl.constexpr,
-    value_width: tl.constexpr,
-    keys: tl.constexpr,
-    values: tl.constexpr,
+    states, new, key, u, w, sums,
+    tokens, chunks, heads, share, key_token, key_head,
+    key_width: tl.constexpr, value_width: tl.constexpr, keys: tl.constexpr, values: tl.constexpr,
     precision: tl.constexpr,
-):
+):  # fmt: skip
     """The state before each chunk, and `new`, in `values` columns; keys: 2^n around the width."""
     kind: tl.constexpr = u.dtype.element_ty
     parts: tl.constexpr = (value_width + values - 1) // values
@@ -136,26 +105,11 @@ def scan(
 
 @triton.jit
 def output(
-    out,
-    query,
-    key,
-    states,
-    new,
-    sums,
-    tokens,
-    chunks,
-    heads,
-    share,
-    query_token,
-    query_head,
-    key_token,
-    key_head,
-    key_width: tl.constexpr,
-    value_width: tl.constexpr,
-    keys: tl.constexpr,
-    values: tl.constexpr,
+    out, query, key, states, new, sums,
+    tokens, chunks, heads, share, query_token, query_head, key_token, key_head,
+    key_width: tl.constexpr, value_width: tl.constexpr, keys: tl.constexpr, values: tl.constexpr,
     precision: tl.constexpr,
-):
+):  # fmt: skip
     """`values` columns of a chunk's output; `keys` columns of queries and keys at a time."""
     kind: tl.constexpr = new.dtype.element_ty
     parts: tl.constexpr = (value_width + values - 1) // values
@@ -181,27 +135,12 @@ def output(
 
 @triton.jit
 def within_backward(
-    of_new,
-    grad,
-    query,
-    key,
-    sums,
-    tokens,
-    chunks,
-    heads,
-    share,
-    grad_token,
-    grad_head,
-    query_token,
-    query_head,
-    key_token,
+    of_new, grad, query, key, sums,
+    tokens, chunks, heads, share, grad_token, grad_head, query_token, query_head, key_token,
     key_head,
-    key_width: tl.constexpr,
-    value_width: tl.constexpr,
-    keys: tl.constexpr,
-    values: tl.constexpr,
+    key_width: tl.constexpr, value_width: tl.constexpr, keys: tl.constexpr, values: tl.constexpr,
     precision: tl.constexpr,
-):
+):  # fmt: skip
     """A^T grad of a chunk: the gradient of `new` from the output of its own chunk."""
     kind: tl.constexpr = of_new.dtype.element_ty
     first, left, head, tile = chunk_place(tl.program_id(0), tokens, chunks, heads)
@@ -223,29 +162,12 @@ def within_backward(
 
 @triton.jit
 def scan_backward(
-    of_states,
-    of_new,
-    grad,
-    query,
-    key,
-    w,
-    sums,
-    tokens,
-    chunks,
-    heads,
-    share,
-    grad_token,
-    grad_head,
-    query_token,
-    query_head,
-    key_token,
+    of_states, of_new, grad, query, key, w, sums,
+    tokens, chunks, heads, share, grad_token, grad_head, query_token, query_head, key_token,
     key_head,
-    key_width: tl.constexpr,
-    value_width: tl.constexpr,
-    keys: tl.constexpr,
-    values: tl.constexpr,
+    key_width: tl.constexpr, value_width: tl.constexpr, keys: tl.constexpr, values: tl.constexpr,
     precision: tl.constexpr,
-):
+):  # fmt: skip
     """The gradient of the state after each chunk, and in place its contribution to that of `new`,
     in `values` columns of a head. keys: the power of two that holds the key width."""
     kind: tl.constexpr = of_new.dtype.element_ty
@@ -277,36 +199,13 @@ def scan_backward(
 
 @triton.jit
 def chunk_backward(
-    of_query,
-    of_key,
-    of_right,
-    partial,
-    grad,
-    query,
-    key,
-    beta,
-    new,
-    of_new,
-    states,
-    of_states,
-    inverse,
-    sums,
-    tokens,
-    chunks,
-    heads,
-    share,
-    grad_token,
-    grad_head,
-    query_token,
-    query_head,
-    key_token,
+    of_query, of_key, of_right, partial, grad, query, key, beta, new, of_new, states, of_states,
+    inverse, sums,
+    tokens, chunks, heads, share, grad_token, grad_head, query_token, query_head, key_token,
     key_head,
-    key_width: tl.constexpr,
-    value_width: tl.constexpr,
-    keys: tl.constexpr,
-    values: tl.constexpr,
+    key_width: tl.constexpr, value_width: tl.constexpr, keys: tl.constexpr, values: tl.constexpr,
     precision: tl.constexpr,
-):
+):  # fmt: skip
     """Gradients in `keys` columns of the queries and keys that a value head reads in a chunk: all
     of the queries', and that of the keys without the part through S. of_right: the gradient of b
     exp(s) K, T^T (-of_new H^T). partial: these columns' contributions to the gradients of s and b,
@@ -369,35 +268,12 @@ def chunk_backward(
 
 @triton.jit
 def system_backward(
-    of_key,
-    of_value,
-    of_g,
-    of_beta,
-    of_right,
-    partial,
-    key,
-    value,
-    beta,
-    u,
-    w,
-    of_new,
-    inverse,
+    of_key, of_value, of_g, of_beta, of_right, partial, key, value, beta, u, w, of_new, inverse,
     sums,
-    tokens,
-    chunks,
-    heads,
-    share,
-    key_token,
-    key_head,
-    value_token,
-    value_head,
-    key_width: tl.constexpr,
-    value_width: tl.constexpr,
-    keys: tl.constexpr,
-    values: tl.constexpr,
-    parts: tl.constexpr,
-    precision: tl.constexpr,
-):
+    tokens, chunks, heads, share, key_token, key_head, value_token, value_head,
+    key_width: tl.constexpr, value_width: tl.constexpr, keys: tl.constexpr, values: tl.constexpr,
+    parts: tl.constexpr, precision: tl.constexpr,
+):  # fmt: skip
     """Gradients of a chunk's values, log decays and learning rates, and in place the missing part
     through S of its keys' for one value head. parts: of `partial`."""
     kind: tl.constexpr = u.dtype.element_ty
@@ -497,15 +373,9 @@ def _store_tile(x, value, tile, start, width: tl.constexpr, size: tl.constexpr):
 
 @triton.jit
 def _store_state(
-    x,
-    state,
-    tile,
-    value_start,
-    key_width: tl.constexpr,
-    value_width: tl.constexpr,
-    keys: tl.constexpr,
-    values: tl.constexpr,
-):
+    x, state, tile, value_start,
+    key_width: tl.constexpr, value_width: tl.constexpr, keys: tl.constexpr, values: tl.constexpr,
+):  # fmt: skip
     """Write all rows and `values` columns of it."""
     places, inside = state_places(0, value_start, key_width, value_width, keys, values)
     at = tile * key_width * value_width

@@ -30,16 +30,9 @@ def _in_range(largest, most: tl.constexpr):
 
 @triton.jit
 def row_scales(
-    scales,
-    absmax,
-    nested_absmax,
-    nested_code,
-    offset,
-    row_blocks,
-    most: tl.constexpr,
-    double: tl.constexpr,
-    size: tl.constexpr,
-):
+    scales, absmax, nested_absmax, nested_code, offset, row_blocks,
+    most: tl.constexpr, double: tl.constexpr, size: tl.constexpr,
+):  # fmt: skip
     """One row of weights: its largest block scale, brought to `most`."""
     row = tl.program_id(0).to(tl.int64)
     largest = tl.zeros((size,), dtype=tl.float32)
@@ -55,23 +48,10 @@ def row_scales(
 
 @triton.jit
 def decode_rows(
-    out,
-    packed,
-    absmax,
-    nested_absmax,
-    code,
-    nested_code,
-    offset,
-    scales,
-    num_blocks,
-    first,
-    length,
-    stride,
-    scale_blocks,
-    block_size: tl.constexpr,
-    double: tl.constexpr,
-    blocks: tl.constexpr,
-):
+    out, packed, absmax, nested_absmax, code, nested_code, offset, scales,
+    num_blocks, first, length, stride, scale_blocks,
+    block_size: tl.constexpr, double: tl.constexpr, blocks: tl.constexpr,
+):  # fmt: skip
     """`blocks` blocks of some rows of all experts, each divided by its scale, which `scale_blocks`
     blocks share: `length` blocks from each of `first`, `first` + `stride`, and so on."""
     # Numbers of blocks are int32, which are faster to divide.
@@ -89,22 +69,10 @@ def decode_rows(
 
 @triton.jit
 def decode_columns(
-    out,
-    packed,
-    absmax,
-    nested_absmax,
-    code,
-    nested_code,
-    offset,
-    scales,
-    expert_rows,
-    row_blocks,
-    first,
-    scale_blocks,
-    block_size: tl.constexpr,
-    double: tl.constexpr,
-    rows: tl.constexpr,
-):
+    out, packed, absmax, nested_absmax, code, nested_code, offset, scales,
+    expert_rows, row_blocks, first, scale_blocks,
+    block_size: tl.constexpr, double: tl.constexpr, rows: tl.constexpr,
+):  # fmt: skip
     """One block of each of `rows` rows of an expert, written along the rows: of some columns, which
     begin with the block `first`. Weights of even columns and of odd ones are stored apart: each
     store goes along whole lines of the output, and nothing is interleaved only to be taken apart
@@ -139,16 +107,10 @@ def _decoded(packed, code, block, scale, inside, kind: tl.constexpr, block_size:
 
 @triton.jit
 def round_rows(
-    out,
-    scales,
-    x,
-    factors,
+    out, scales, x, factors,
     width,
-    most: tl.constexpr,
-    folds: tl.constexpr,
-    whole: tl.constexpr,
-    size: tl.constexpr,
-):
+    most: tl.constexpr, folds: tl.constexpr, whole: tl.constexpr, size: tl.constexpr,
+):  # fmt: skip
     """One row with one scale; `folds`: times the factors of its columns before; `whole`: the row is
     read once, and is in registers until its scale is known."""
     row = tl.program_id(0).to(tl.int64)

@@ -9,22 +9,11 @@ import triton.language as tl
 
 @triton.jit
 def dequantize_nf4(
-    out,
-    packed,
-    absmax,
-    nested_absmax,
-    code,
-    nested_code,
-    offset,
-    num_weights,
-    first,
-    length,
-    stride,
-    in_runs: tl.constexpr,
-    block_size: tl.constexpr,
-    double_quant: tl.constexpr,
+    out, packed, absmax, nested_absmax, code, nested_code, offset,
+    num_weights, first, length, stride,
+    in_runs: tl.constexpr, block_size: tl.constexpr, double_quant: tl.constexpr,
     num_blocks: tl.constexpr,
-):
+):  # fmt: skip
     """Decode `num_blocks` blocks of weights: two weights a byte, the first in the high half.
     in_runs: `length` blocks are read from each of `first`, `first` + `stride`, and so on."""
     # Stored bytes are parameters of type float32 (`nf4_linear`), so their pointers are, too.
@@ -92,20 +81,10 @@ def act(gate, kind: tl.constexpr):
 
 @triton.jit
 def lengthened_act_and_mul_backward(
-    sums,
-    grad,
-    gate,
-    up,
-    gate_distance,
-    multiplier,
-    gate_factor,
-    up_factor,
-    num_rows,
-    width,
-    kind: tl.constexpr,
-    rows: tl.constexpr,
-    columns: tl.constexpr,
-):
+    sums, grad, gate, up,
+    gate_distance, multiplier, gate_factor, up_factor, num_rows, width,
+    kind: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
+):  # fmt: skip
     """In place for `rows` rows of some columns: `grad` becomes the product, `gate` and `up` their
     gradients, which are summed with them over these rows, then multiplied by the factors. Rows of
     `gate` and `up` begin `gate_distance` elements apart."""
@@ -157,17 +136,10 @@ def lengthen_backward(
 
 @triton.jit
 def drop(
-    out,
-    x,
-    row_keys,
-    row_tokens,
-    features,
-    groups,
-    linear,
-    threshold,
-    add: tl.constexpr,
-    size: tl.constexpr,
-):
+    out, x, row_keys,
+    row_tokens, features, groups, linear, threshold,
+    add: tl.constexpr, size: tl.constexpr,
+):  # fmt: skip
     """Drop from some groups of features of one token: `rows.dropout` says by which draws."""
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * size + tl.arange(0, size)
@@ -189,17 +161,9 @@ def drop(
 
 @triton.jit
 def _drop_some(
-    out,
-    x,
-    start,
-    eighth: tl.constexpr,
-    group,
-    groups,
-    features,
-    draws,
-    threshold,
+    out, x, start, eighth: tl.constexpr, group, groups, features, draws, threshold,
     add: tl.constexpr,
-):
+):  # fmt: skip
     """Drop from an eighth of a token's features, one of each group."""
     feature = eighth * groups + group
     inside = (group < groups) & (feature < features)
@@ -212,24 +176,11 @@ def _drop_some(
 
 @triton.jit
 def apply_rotary(
-    out,
-    x,
-    cos,
-    sin,
-    angles,
-    angle_distance,
-    angle_step,
-    num_heads,
-    head_dim,
-    x_distance,
-    out_distance,
-    back: tl.constexpr,
-    pairs: tl.constexpr,
-    neighbours: tl.constexpr,
-    heads: tl.constexpr,
-    width: tl.constexpr,
-    rest: tl.constexpr,
-):
+    out, x, cos, sin,
+    angles, angle_distance, angle_step, num_heads, head_dim, x_distance, out_distance,
+    back: tl.constexpr, pairs: tl.constexpr, neighbours: tl.constexpr, heads: tl.constexpr,
+    width: tl.constexpr, rest: tl.constexpr,
+):  # fmt: skip
     """Rotate the first 2 * `pairs` dimensions of all heads of one token, which share its cosines
     and sines; the rest is copied. Angles repeat after `angles` tokens. Tokens begin `x_distance`
     and `out_distance` elements apart, their angles `angle_distance`, and one pair's angle is

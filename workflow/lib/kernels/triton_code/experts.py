@@ -32,44 +32,13 @@ def row_tiles(
 
 @triton.jit
 def rows_matmul(
-    out,
-    x,
-    weights,
-    order,
-    tiles,
-    ends,
-    low,
-    small,
-    bias,
-    x_scales,
-    weight_scales,
-    num_columns,
-    width,
-    rank,
-    num_tiles,
-    top_k,
-    out_stride,
-    x_stride,
-    weight_expert,
-    weight_column,
-    weight_depth,
-    small_expert,
-    small_column,
-    small_rank,
-    bias_stride,
-    scale,
-    by_token: tl.constexpr,
-    updated: tl.constexpr,
-    biased: tl.constexpr,
-    scaled: tl.constexpr,
-    even: tl.constexpr,
-    rows: tl.constexpr,
-    parts: tl.constexpr,
-    halves: tl.constexpr,
-    columns: tl.constexpr,
-    depth: tl.constexpr,
-    ranks: tl.constexpr,
-):
+    out, x, weights, order, tiles, ends, low, small, bias, x_scales, weight_scales,
+    num_columns, width, rank, num_tiles, top_k, out_stride, x_stride, weight_expert, weight_column,
+    weight_depth, small_expert, small_column, small_rank, bias_stride, scale,
+    by_token: tl.constexpr, updated: tl.constexpr, biased: tl.constexpr, scaled: tl.constexpr,
+    even: tl.constexpr, rows: tl.constexpr, parts: tl.constexpr, halves: tl.constexpr,
+    columns: tl.constexpr, depth: tl.constexpr, ranks: tl.constexpr,
+):  # fmt: skip
     """A tile of x W^T: `rows` rows of one expert, one of `parts` parts of a tile of the table, and
     `columns` of its outputs. halves: half as many rows for a short tile. by_token: a row of x is a
     token's, found by the place of a row. updated: the sum begins with scale * low small^T. scaled:
@@ -176,25 +145,10 @@ def _rows_tile(
 
 @triton.jit
 def weights_matmul(
-    out,
-    left,
-    right,
-    order,
-    ends,
-    num_columns,
-    rank,
-    top_k,
-    left_stride,
-    right_stride,
-    out_expert,
-    out_rank,
-    out_column,
-    scale,
-    by_token: tl.constexpr,
-    columns: tl.constexpr,
-    ranks: tl.constexpr,
-    depth: tl.constexpr,
-):
+    out, left, right, order, ends,
+    num_columns, rank, top_k, left_stride, right_stride, out_expert, out_rank, out_column, scale,
+    by_token: tl.constexpr, columns: tl.constexpr, ranks: tl.constexpr, depth: tl.constexpr,
+):  # fmt: skip
     """Some columns of the sum over one expert's rows of the outer products of left (R, rank) and
     right (R, num_columns), times `scale`; by_token: the rows of `right` are tokens'."""
     column = tl.program_id(0) * columns + tl.arange(0, columns)
@@ -279,15 +233,9 @@ def _factors(gate, other, alpha, limit, kind: tl.constexpr):
 
 @triton.jit
 def gated(
-    product,
-    up,
-    width,
-    alpha,
-    limit,
-    kind: tl.constexpr,
-    alternating: tl.constexpr,
-    size: tl.constexpr,
-):
+    product, up, width, alpha, limit,
+    kind: tl.constexpr, alternating: tl.constexpr, size: tl.constexpr,
+):  # fmt: skip
     """Some columns of one row: the factor of the gate times that of up."""
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * size
     gate, other = _gate_and_other(up, row, first, width, alternating, size)
@@ -299,18 +247,9 @@ def gated(
 
 @triton.jit
 def gated_backward(
-    of_weights,
-    grad,
-    up,
-    weights,
-    order,
-    width,
-    alpha,
-    limit,
-    kind: tl.constexpr,
-    alternating: tl.constexpr,
-    size: tl.constexpr,
-):
+    of_weights, grad, up, weights, order, width, alpha, limit,
+    kind: tl.constexpr, alternating: tl.constexpr, size: tl.constexpr,
+):  # fmt: skip
     """One row, in place: `grad` becomes the product, `up` the gradient of it times the row's
     weight. The gradient of that weight is the sum of the gradient times the product."""
     row = tl.program_id(0).to(tl.int64)

@@ -13,22 +13,11 @@ from workflow.lib.kernels.triton_code.elementwise import act
 
 @triton.jit
 def add_low_rank(
-    total,
-    other,
-    low,
-    small,
-    scale,
-    low_stride,
-    small_stride,
-    column_stride,
-    num_rows,
-    width,
-    rank: tl.constexpr,
-    adds_other: tl.constexpr,
-    rows: tl.constexpr,
-    columns: tl.constexpr,
+    total, other,
+    low, small, scale, low_stride, small_stride, column_stride, num_rows, width,
+    rank: tl.constexpr, adds_other: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
     chunk: tl.constexpr,
-):
+):  # fmt: skip
     """Add scale * low @ small, and `other` if there is one, to `total`."""
     row, column, there, right_there = _tile(num_rows, width, rows, columns)
     update = _low_rank(
@@ -45,32 +34,12 @@ def add_low_rank(
 
 @triton.jit
 def act_and_mul(
-    product,
-    gate,
-    up,
-    gate_distance,
-    multiplier,
-    gate_low,
-    gate_small,
-    gate_scale,
-    gate_low_stride,
-    gate_small_stride,
-    gate_column_stride,
-    up_low,
-    up_small,
-    up_scale,
-    up_low_stride,
-    up_small_stride,
-    up_column_stride,
-    num_rows,
-    width,
-    gate_rank: tl.constexpr,
-    up_rank: tl.constexpr,
-    kind: tl.constexpr,
-    rows: tl.constexpr,
-    columns: tl.constexpr,
-    chunk: tl.constexpr,
-):
+    product, gate, up, gate_distance, multiplier,
+    gate_low, gate_small, gate_scale, gate_low_stride, gate_small_stride, gate_column_stride,
+    up_low, up_small, up_scale, up_low_stride, up_small_stride, up_column_stride, num_rows, width,
+    gate_rank: tl.constexpr, up_rank: tl.constexpr, kind: tl.constexpr, rows: tl.constexpr,
+    columns: tl.constexpr, chunk: tl.constexpr,
+):  # fmt: skip
     row, column, there, right_there = _tile(num_rows, width, rows, columns)
     at = row[:, None] * width + column[None, :]
     gate_at = row[:, None] * gate_distance + column[None, :]
@@ -91,39 +60,14 @@ def act_and_mul(
 
 @triton.jit
 def act_and_mul_backward(
-    grad,
-    gate,
-    up,
-    gate_distance,
-    multiplier,
-    gate_low,
-    gate_small,
-    gate_scale,
-    gate_low_stride,
-    gate_small_stride,
-    gate_column_stride,
-    up_low,
-    up_small,
-    up_scale,
-    up_low_stride,
-    up_small_stride,
-    up_column_stride,
-    grad_low,
-    grad_small,
-    grad_scale,
-    grad_low_stride,
-    grad_small_stride,
-    grad_column_stride,
-    num_rows,
-    width,
-    gate_rank: tl.constexpr,
-    up_rank: tl.constexpr,
-    grad_rank: tl.constexpr,
-    kind: tl.constexpr,
-    rows: tl.constexpr,
-    columns: tl.constexpr,
-    chunk: tl.constexpr,
-):
+    grad, gate, up, gate_distance, multiplier,
+    gate_low, gate_small, gate_scale, gate_low_stride, gate_small_stride, gate_column_stride,
+    up_low, up_small, up_scale, up_low_stride, up_small_stride, up_column_stride,
+    grad_low, grad_small, grad_scale, grad_low_stride, grad_small_stride, grad_column_stride,
+    num_rows, width,
+    gate_rank: tl.constexpr, up_rank: tl.constexpr, grad_rank: tl.constexpr, kind: tl.constexpr,
+    rows: tl.constexpr, columns: tl.constexpr, chunk: tl.constexpr,
+):  # fmt: skip
     """In place: `grad` becomes the product, `gate` and `up` their gradients."""
     row, column, there, right_there = _tile(num_rows, width, rows, columns)
     at = row[:, None] * width + column[None, :]
@@ -164,18 +108,9 @@ def _tile(num_rows, width, rows: tl.constexpr, columns: tl.constexpr):
 
 @triton.jit
 def _low_rank(
-    low,
-    small,
-    low_stride,
-    small_stride,
-    column_stride,
-    row,
-    column,
-    there,
-    right_there,
-    rank: tl.constexpr,
-    chunk: tl.constexpr,
-):
+    low, small, low_stride, small_stride, column_stride, row, column, there, right_there,
+    rank: tl.constexpr, chunk: tl.constexpr,
+):  # fmt: skip
     """Return a tile of low (rows, rank) @ small (rank, columns), fp32: `chunk` ranks at a time."""
     total = tl.zeros((row.shape[0], column.shape[0]), dtype=tl.float32)
     for start in range(0, rank, chunk):

@@ -8,24 +8,11 @@ import triton.language as tl
 
 @triton.jit
 def norm(
-    out,
-    x,
-    weight,
-    bias,
-    heads,
-    out_token,
-    out_head,
-    x_token,
-    x_head,
-    eps,
-    num_rows,
-    width,
-    offset: tl.constexpr,
-    subtracts_mean: tl.constexpr,
-    biased: tl.constexpr,
-    rows: tl.constexpr,
+    out, x, weight, bias,
+    heads, out_token, out_head, x_token, x_head, eps, num_rows, width,
+    offset: tl.constexpr, subtracts_mean: tl.constexpr, biased: tl.constexpr, rows: tl.constexpr,
     size: tl.constexpr,
-):
+):  # fmt: skip
     """`rows` rows, times `offset` + weight, plus a bias. A row is a head of a token: `x_token`
     and `x_head` are the distances of these in x."""
     row, inside, column = _rows(num_rows, width, rows, size)
@@ -43,25 +30,10 @@ def norm(
 
 @triton.jit
 def norm_backward(
-    of_x,
-    grad,
-    x,
-    weight,
-    heads,
-    out_token,
-    out_head,
-    grad_token,
-    grad_head,
-    x_token,
-    x_head,
-    eps,
-    num_rows,
-    width,
-    offset: tl.constexpr,
-    subtracts_mean: tl.constexpr,
-    rows: tl.constexpr,
-    size: tl.constexpr,
-):
+    of_x, grad, x, weight,
+    heads, out_token, out_head, grad_token, grad_head, x_token, x_head, eps, num_rows, width,
+    offset: tl.constexpr, subtracts_mean: tl.constexpr, rows: tl.constexpr, size: tl.constexpr,
+):  # fmt: skip
     """The gradient of x; rows are as for `norm`."""
     row, inside, column = _rows(num_rows, width, rows, size)
     value = _deviation(

@@ -6,18 +6,10 @@ import triton.language as tl
 
 @triton.jit
 def round_columns(
-    codes,
-    lost,
-    part,
-    scale,
-    upper,
-    table,
-    edges,
+    codes, lost, part, scale, upper, table, edges,
     num_rows,
-    num_columns: tl.constexpr,
-    rows: tl.constexpr,
-    columns: tl.constexpr,
-):
+    num_columns: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
+):  # fmt: skip
     """Round `rows` rows, column by column; a column's loss is added to later ones. codes, lost,
     part, scale: (num_rows, num_columns); upper: (num_columns, num_columns). Divisions and products
     round as PyTorch's do, so codes are those of its loop."""

@@ -49,26 +49,11 @@ def cumulate(sums, step, decay, tokens, chunks, heads):
 
 @triton.jit
 def chunk_states(
-    states,
-    x,
-    step,
-    factors,
-    sums,
-    tokens,
-    chunks,
-    heads,
-    share,
-    x_token,
-    x_head,
-    factors_token,
-    factors_head,
-    width: tl.constexpr,
-    state_width: tl.constexpr,
-    columns: tl.constexpr,
-    state_columns: tl.constexpr,
-    back: tl.constexpr,
-    precision: tl.constexpr,
-):
+    states, x, step, factors, sums,
+    tokens, chunks, heads, share, x_token, x_head, factors_token, factors_head,
+    width: tl.constexpr, state_width: tl.constexpr, columns: tl.constexpr,
+    state_columns: tl.constexpr, back: tl.constexpr, precision: tl.constexpr,
+):  # fmt: skip
     """A chunk's addition to the state; a program has `state_columns` rows and `columns` columns.
     factors: B. back: the addition to the gradient of the state before it; then x is the gradient of
     the output and `factors` C."""
@@ -128,31 +113,11 @@ def pass_states(
 
 @triton.jit
 def output(
-    out,
-    x,
-    step,
-    into,
-    out_of,
-    skip,
-    states,
-    sums,
-    tokens,
-    chunks,
-    heads,
-    share,
-    x_token,
-    x_head,
-    into_token,
-    into_head,
-    out_of_token,
-    out_of_head,
-    width: tl.constexpr,
-    state_width: tl.constexpr,
-    columns: tl.constexpr,
-    state_columns: tl.constexpr,
-    skips: tl.constexpr,
-    precision: tl.constexpr,
-):
+    out, x, step, into, out_of, skip, states, sums,
+    tokens, chunks, heads, share, x_token, x_head, into_token, into_head, out_of_token, out_of_head,
+    width: tl.constexpr, state_width: tl.constexpr, columns: tl.constexpr,
+    state_columns: tl.constexpr, skips: tl.constexpr, precision: tl.constexpr,
+):  # fmt: skip
     """`columns` of a chunk's output; `state_columns` of B and C at a time."""
     kind: tl.constexpr = x.dtype.element_ty
     parts: tl.constexpr = (width + columns - 1) // columns
@@ -181,37 +146,12 @@ def output(
 
 @triton.jit
 def inputs_backward(
-    of_x,
-    of_step,
-    grad,
-    x,
-    step,
-    decay,
-    into,
-    out_of,
-    skip,
-    states,
-    of_states,
-    sums,
-    tokens,
-    chunks,
-    heads,
-    share,
-    grad_token,
-    grad_head,
-    x_token,
-    x_head,
-    into_token,
-    into_head,
-    out_of_token,
-    out_of_head,
-    width: tl.constexpr,
-    state_width: tl.constexpr,
-    columns: tl.constexpr,
-    state_columns: tl.constexpr,
-    skips: tl.constexpr,
-    precision: tl.constexpr,
-):
+    of_x, of_step, grad, x, step, decay, into, out_of, skip, states, of_states, sums,
+    tokens, chunks, heads, share, grad_token, grad_head, x_token, x_head, into_token, into_head,
+    out_of_token, out_of_head,
+    width: tl.constexpr, state_width: tl.constexpr, columns: tl.constexpr,
+    state_columns: tl.constexpr, skips: tl.constexpr, precision: tl.constexpr,
+):  # fmt: skip
     """Gradients of a chunk's inputs and steps, by `columns` and `state_columns` at a time."""
     kind: tl.constexpr = x.dtype.element_ty
     first, left, head, tile = chunk_place(tl.program_id(0), tokens, chunks, heads)
@@ -273,36 +213,12 @@ def inputs_backward(
 
 @triton.jit
 def shared_backward(
-    of_into,
-    of_out_of,
-    grad,
-    x,
-    step,
-    into,
-    out_of,
-    states,
-    of_states,
-    sums,
-    tokens,
-    chunks,
-    heads,
-    share,
-    portions,
-    portion,
-    grad_token,
-    grad_head,
-    x_token,
-    x_head,
-    into_token,
-    into_head,
-    out_of_token,
-    out_of_head,
-    width: tl.constexpr,
-    state_width: tl.constexpr,
-    columns: tl.constexpr,
-    state_columns: tl.constexpr,
-    precision: tl.constexpr,
-):
+    of_into, of_out_of, grad, x, step, into, out_of, states, of_states, sums,
+    tokens, chunks, heads, share, portions, portion, grad_token, grad_head, x_token, x_head,
+    into_token, into_head, out_of_token, out_of_head,
+    width: tl.constexpr, state_width: tl.constexpr, columns: tl.constexpr,
+    state_columns: tl.constexpr, precision: tl.constexpr,
+):  # fmt: skip
     """Contribution of a portion of a group's heads, `portion` of them, to the gradients of a
     chunk's B and C, in `state_columns`: (rows, tokens, groups, portions, state width)."""
     kind: tl.constexpr = x.dtype.element_ty
