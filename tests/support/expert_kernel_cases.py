@@ -11,7 +11,7 @@ import torch
 from tests.support.stacks import packed_stack
 from workflow.lib.kernels.eight_bits.matmul import PackedStack, decode_columns, decode_rows
 from workflow.lib.kernels.eight_bits.rounding import FLOAT8
-from workflow.lib.kernels.experts.gates import ACTIVATIONS, gated, gated_backward_
+from workflow.lib.kernels.experts.gates import gated, gated_backward_
 from workflow.lib.kernels.experts.grouped_matmul import (
     bias_products,
     route,
@@ -20,6 +20,7 @@ from workflow.lib.kernels.experts.grouped_matmul import (
     weights_matmul,
 )
 from workflow.lib.kernels.experts.routing import Routing, Rows, Update, Weights
+from workflow.lib.kernels.rows.gating import ACTIVATIONS
 from workflow.lib.model.experts.expert_matmul import column_weights, operand, row_weights
 from workflow.lib.model.experts.fused_experts import Gate
 
@@ -114,7 +115,7 @@ def gates(*, width: int, num_tokens: int, dtype: torch.dtype, device: str) -> Pa
     draw = torch.Generator().manual_seed(3)
     here, plain = routings(num_tokens, device=device)
     num_rows = num_tokens * TOP_K
-    known = {name: partial(side_by_side, activation=act) for name, act in ACTIVATIONS.items()}
+    known = {name: partial(side_by_side, activation=act) for name, (act, _) in ACTIVATIONS.items()}
     for name, function in (known | {"clamped": Clamped()._apply_gate}).items():
         up = (2 * torch.randn(num_rows, 2 * width, generator=draw)).to(dtype)
         grad = torch.randn(num_rows, width, generator=draw).to(dtype)

@@ -149,6 +149,12 @@ class Op(Generic[P, R]):
 OPS: dict[str, Op[Any, Any]] = {}
 
 
+def drawn(device: torch.device, dtype: torch.dtype, *sizes: tuple[int, ...]) -> list[torch.Tensor]:
+    """Return a tensor of each size for a case, the same normal values on any device."""
+    draw = torch.Generator().manual_seed(0)
+    return [torch.randn(size, generator=draw).to(device, dtype) for size in sizes]
+
+
 def first_tensor(args: Iterable[Any]) -> torch.Tensor:
     first: Any = next(iter(args))
     return first if isinstance(first, torch.Tensor) else first_tensor(first)

@@ -16,7 +16,7 @@ import torch
 from workflow.lib.kernels.attention.arguments import attention_flop
 from workflow.lib.kernels.attention.flex_masks import seen_keys
 from workflow.lib.kernels.launch import launch, power_of_two
-from workflow.lib.kernels.op import Case, Op
+from workflow.lib.kernels.op import Case, Op, drawn
 from workflow.lib.system.compute_choice import WIDEST_KERNEL_HEAD
 
 CASE_BOUNDS = (0, 70, 200)  # of documents
@@ -261,13 +261,10 @@ def _tiles(device: torch.device) -> dict[str, Tile]:
 
 
 def _case(device: torch.device, dtype: torch.dtype, width: int) -> Case:
-    draw = torch.Generator().manual_seed(0)
     tokens = CASE_BOUNDS[-1]
-    query = torch.randn(tokens, 2, width, generator=draw)
-    key, value = torch.randn(2, tokens, 1, width, generator=draw)
-    leaves = (x.to(device, dtype).requires_grad_() for x in (query, key, value))
+    leaves = drawn(device, dtype, *((tokens, heads, width) for heads in (2, 1, 1)))
     bounds = torch.tensor(CASE_BOUNDS, dtype=torch.int32, device=device)
-    return *leaves, Seen.of(bounds, tokens, None), width**-0.5
+    return *(x.requires_grad_() for x in leaves), Seen.of(bounds, tokens, None), width**-0.5
 
 
 _attention = Op(

@@ -23,7 +23,7 @@ from workflow.lib.kernels.eight_bits.rounding import (
 )
 from workflow.lib.kernels.launch import WARPS, launch, power_of_two
 from workflow.lib.kernels.nf4.decode import NF4Data
-from workflow.lib.kernels.op import Case, Op
+from workflow.lib.kernels.op import Case, Op, drawn
 from workflow.lib.system.device_types import GPUS
 from workflow.lib.system.errors import UserError
 
@@ -75,8 +75,7 @@ def _scales_by_torch(data: NF4Data, shape: tuple[int, int]) -> torch.Tensor:
 
 
 def _case_data(device: torch.device) -> NF4Data:
-    draw = torch.Generator().manual_seed(0)
-    weights = torch.randn(CASE_SHAPE, generator=draw).to(device)
+    (weights,) = drawn(device, torch.float32, CASE_SHAPE)
     made: Any = quantize_4bit(weights, quant_type="nf4", compress_statistics=True)
     return NF4Data.of(*made)
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from workflow.lib.kernels.launch import launch, power_of_two
-from workflow.lib.kernels.op import Case, Op, first_tensor
+from workflow.lib.kernels.op import Case, Op, drawn, first_tensor
 from workflow.lib.system.device_types import GPUS
 from workflow.lib.system.errors import UserError
 
@@ -89,8 +89,7 @@ def _row_program(width: int) -> dict[str, Any]:
 
 
 def _case_of_rows(device: torch.device, dtype: torch.dtype) -> Case:
-    draw = torch.Generator().manual_seed(0)
-    rows, factors = (torch.randn(x, generator=draw).to(device) for x in ((5, 192), (192,)))
+    rows, factors = drawn(device, torch.float32, (5, 192), (192,))
     return *unfilled(rows.shape, device, dtype=dtype), rows, factors
 
 

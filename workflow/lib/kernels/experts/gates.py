@@ -5,18 +5,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from torch.autograd.graph import increment_version
 
 from workflow.lib.kernels.launch import WARPS, launch, power_of_two
-from workflow.lib.kernels.op import Case, Op
+from workflow.lib.kernels.op import Case, Op, drawn
+from workflow.lib.kernels.rows.gating import ACTIVATIONS
 
 PROGRAM_ELEMENTS = 1024
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": nn.functional.silu,
-    "gelu_tanh": lambda x: nn.functional.gelu(x, approximate="tanh"),
-}
-"""The kernels' activations of gate and up side by side."""
 CLAMPED = "clamped"
 
 
@@ -38,7 +33,7 @@ def by_torch(up: torch.Tensor, form: GateForm) -> torch.Tensor:
     """Return the function `form` (R, f) of gate and up (R, 2 f)."""
     if form.kind != CLAMPED:
         gate, other = up.chunk(2, dim=-1)
-        return ACTIVATIONS[form.kind](gate) * other
+        return ACTIVATIONS[form.kind][0](gate) * other
     gate, other = up[..., ::2].clamp(max=form.limit), up[..., 1::2].clamp(-form.limit, form.limit)
     return gate * torch.sigmoid(form.alpha * gate) * (other + 1.0)
 
@@ -55,9 +50,8 @@ def _by_kernel(up: torch.Tensor, form: GateForm) -> torch.Tensor:
 
 
 def _case(device: torch.device, dtype: torch.dtype, kind: str) -> Case:
-    draw = torch.Generator().manual_seed(0)
-    up = (2 * torch.randn(6, 80, generator=draw)).to(device, dtype)
-    return up, GateForm(kind, 1.7, 3.0)
+    (up,) = drawn(device, dtype, (6, 80))
+    return 2 * up, GateForm(kind, 1.7, 3.0)
 
 
 def gradients_by_torch_(

@@ -12,7 +12,7 @@ from torch import nn
 
 from workflow.lib.kernels.experts.routing import Routing, Rows, Update, Weights
 from workflow.lib.kernels.launch import WARPS, launch, power_of_two
-from workflow.lib.kernels.op import Case, Op
+from workflow.lib.kernels.op import Case, Op, drawn
 from workflow.lib.system.device_types import GPUS
 
 TILE_ROWS = 128  # of a program
@@ -334,8 +334,7 @@ def _case_of_rows(device: torch.device, dtype: torch.dtype) -> Case:
 
 
 def _case_of_weights(device: torch.device, dtype: torch.dtype) -> Case:
-    draw = torch.Generator().manual_seed(0)
-    left, right = (torch.randn(x, generator=draw).to(device, dtype) for x in ((10, 3), (5, 40)))
+    left, right = drawn(device, dtype, (10, 3), (5, 40))
     out = torch.empty(4, 3, 40, device=device)
     return out, left, Rows(right, by_token=True), _case_routing(device), 0.5
 

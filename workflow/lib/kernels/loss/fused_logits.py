@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from workflow.lib.kernels.launch import launch
-from workflow.lib.kernels.op import Case, Op
+from workflow.lib.kernels.op import Case, Op, drawn
 
 IGNORED = -100  # the target of a padding row; torch's cross_entropy leaves it out
 ELSEWHERE = -1  # the column of a target in another process's slice of the vocabulary
@@ -84,9 +84,8 @@ def _by_kernel(
 
 
 def _case(device: torch.device, dtype: torch.dtype, form: LogitForm) -> Case:
-    draw = torch.Generator().manual_seed(0)
-    raw_logits = (8 * torch.randn(CASE, generator=draw)).to(device, dtype)
-    return raw_logits, torch.tensor([7, 4999, 0], device=device), form
+    (raw_logits,) = drawn(device, dtype, CASE)
+    return 8 * raw_logits, torch.tensor([7, 4999, 0], device=device), form
 
 
 _logits = Op(

@@ -9,7 +9,7 @@ import torch
 from bitsandbytes.functional import QuantState, dequantize_4bit, quantize_4bit
 
 from workflow.lib.kernels.launch import WARPS, launch
-from workflow.lib.kernels.op import Case, Op
+from workflow.lib.kernels.op import Case, Op, drawn
 
 # bitsandbytes' fixed block of the second quantization (functional.quantize_4bit)
 NESTED_BLOCK_SIZE = 256
@@ -160,8 +160,7 @@ def decoded(packed: torch.Tensor, state: QuantState) -> torch.Tensor:
 
 
 def _case(device: torch.device, dtype: torch.dtype) -> Case:
-    draw = torch.Generator().manual_seed(0)
-    weights = torch.randn(CASE_WEIGHTS, generator=draw).to(device, torch.bfloat16)
+    (weights,) = drawn(device, torch.bfloat16, CASE_WEIGHTS)
     made: Any = quantize_4bit(weights, quant_type="nf4", compress_statistics=True)
     return torch.empty(CASE_WEIGHTS, dtype=dtype, device=device), NF4Data.of(*made)
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from workflow.lib.kernels.launch import WARPS, launch
-from workflow.lib.kernels.op import Case, Op, keeping
+from workflow.lib.kernels.op import Case, Op, drawn, keeping
 
 ROWS, COLUMNS = 32, 128  # tokens and channels of a program
 
@@ -103,10 +103,7 @@ def _launch(
 
 
 def _case(device: torch.device, dtype: torch.dtype) -> Case:
-    draw = torch.Generator().manual_seed(0)
-    x, weight, bias = (
-        torch.randn(size, generator=draw).to(device, dtype) for size in ((2, 9, 40), (40, 4), (40,))
-    )
+    x, weight, bias = drawn(device, dtype, (2, 9, 40), (40, 4), (40,))
     return x.requires_grad_(), weight, bias, True
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from workflow.lib.kernels.launch import WARPS, launch, power_of_two
-from workflow.lib.kernels.op import Case, Op
+from workflow.lib.kernels.op import Case, Op, drawn
 
 DRAWS = 2**16  # values of a draw
 WORD = 0xFFFFFFFF
@@ -108,10 +108,8 @@ def philox(
 
 
 def _case(device: torch.device, dtype: torch.dtype) -> Case:
-    draw = torch.Generator().manual_seed(0)
-    rows, total = torch.randn(2, 6, 83, generator=draw).to(device, dtype)
     keys = torch.tensor([3, 2**40], device=device)
-    return total.clone(), rows.clone(), Draw(keys, 7, 20_000), True
+    return *drawn(device, dtype, (6, 83), (6, 83)), Draw(keys, 7, 20_000), True
 
 
 drop = Op("dropout", reference=_by_torch, kernel=_by_kernel, case=_case, exact=True)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from workflow.lib.kernels.launch import launch, power_of_two
-from workflow.lib.kernels.op import Case, Op, keeping
+from workflow.lib.kernels.op import Case, Op, drawn, keeping
 
 ELEMENTS = 2048  # of a program, or more if a group has more
 
@@ -77,11 +77,10 @@ def _in_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _case(device: torch.device, dtype: torch.dtype, gate_first: bool) -> Case:
-    draw = torch.Generator().manual_seed(0)
-    x, gate, (weight, *_) = torch.randn(3, 5, 96, generator=draw).to(device, dtype)
-    parameter = nn.Parameter(weight.clone(), requires_grad=False)
+    x, gate, weight = drawn(device, dtype, (5, 96), (5, 96), (96,))
+    parameter = nn.Parameter(weight, requires_grad=False)
     norm = GatedNorm(parameter, eps=1e-5, groups=2, gate_first=gate_first)
-    return x.clone().requires_grad_(), gate.clone().requires_grad_(), norm
+    return x.requires_grad_(), gate.requires_grad_(), norm
 
 
 # Backward reads the norm's weight again: FSDP has gathered it by then.

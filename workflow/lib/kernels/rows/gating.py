@@ -2,14 +2,19 @@
 when they read gate and up (`low_rank`)."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
 from workflow.lib.kernels.op import Case, Op
-from workflow.lib.kernels.rows.low_rank import LowRank, add_by_torch_, case_part, launch_with_parts
+from workflow.lib.kernels.rows.low_rank import (
+    LowRank,
+    add_by_torch_,
+    case_values,
+    launch_with_parts,
+)
 
 
 def _silu_parts(
@@ -92,15 +97,9 @@ def _with_part(value: torch.Tensor, part: LowRank) -> torch.Tensor:
     return add_by_torch_(value.clone(), part) if part.rank else value
 
 
-def _gates_of_case(device: torch.device, dtype: torch.dtype) -> tuple[torch.Generator, Any]:
-    draw = torch.Generator().manual_seed(0)
-    return draw, (x.clone() for x in torch.randn(3, 5, 40, generator=draw).to(device, dtype))
-
-
 def _case_of_gate(device: torch.device, dtype: torch.dtype, activation: str) -> Case:
-    draw, (gate, up, _) = _gates_of_case(device, dtype)
-    parts = (case_part(draw, device, dtype) for _ in "gu")
-    return gate, up, *parts, Gating(activation, 0.7)
+    gates, parts = case_values(device, dtype, values=2, parts=2)
+    return *gates, *parts, Gating(activation, 0.7)
 
 
 Parts = tuple[LowRank, LowRank, LowRank]
@@ -131,9 +130,8 @@ def _gradients_by_torch_(
 
 
 def _case_of_gradients(device: torch.device, dtype: torch.dtype, activation: str) -> Case:
-    draw, (gate, up, grad) = _gates_of_case(device, dtype)
-    one, two, three = (case_part(draw, device, dtype) for _ in "gud")
-    return grad, gate, up, (one, two, three), Gating(activation, 0.7)
+    values, parts = case_values(device, dtype, values=3, parts=3)
+    return *values, tuple(parts), Gating(activation, 0.7)
 
 
 act_and_mul_backward_ = Op(

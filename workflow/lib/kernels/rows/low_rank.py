@@ -10,7 +10,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from workflow.lib.kernels.launch import WARPS, launch, power_of_two
-from workflow.lib.kernels.op import Case, Op
+from workflow.lib.kernels.op import Case, Op, drawn
 
 ROWS, COLUMNS = 16, 128  # of a program: the fastest of 7 tried on an H100, rank 16
 CHUNK = 64  # of a rank, that is multiplied at a time
@@ -73,15 +73,18 @@ def add_by_torch_(
     return total.addmm_(part.low, part.small, alpha=part.scale)
 
 
-def case_part(draw: torch.Generator, device: torch.device, dtype: torch.dtype) -> LowRank:
-    low, small = (torch.randn(size, generator=draw).to(device, dtype) for size in ((5, 3), (3, 40)))
-    return LowRank(low, small, 0.3)
+def case_values(
+    device: torch.device, dtype: torch.dtype, *, values: int, parts: int
+) -> tuple[list[torch.Tensor], list[LowRank]]:
+    """Return so many values (5, 40) of a case, and so many parts of such."""
+    made = drawn(device, dtype, *[(5, 40)] * values, *[(5, 3), (3, 40)] * parts)
+    pairs = zip(made[values::2], made[values + 1 :: 2], strict=True)
+    return made[:values], [LowRank(low, small, 0.3) for low, small in pairs]
 
 
 def _case_of_sum(device: torch.device, dtype: torch.dtype) -> Case:
-    draw = torch.Generator().manual_seed(0)
-    total, other = torch.randn(2, 5, 40, generator=draw).to(device, dtype)
-    return total.clone(), case_part(draw, device, dtype), other
+    (total, other), (part,) = case_values(device, dtype, values=2, parts=1)
+    return total, part, other
 
 
 add_low_rank_ = Op(

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from workflow.lib.kernels.launch import launch, power_of_two
-from workflow.lib.kernels.op import Case, Op, keeping
+from workflow.lib.kernels.op import Case, Op, drawn, keeping
 
 ELEMENTS = 4096  # of a program, or more if a row has more
 THREAD_ELEMENTS = 16
@@ -116,10 +116,7 @@ class _CaseNorm:
 
 
 def _case(device: torch.device, dtype: torch.dtype) -> Case:
-    draw = torch.Generator().manual_seed(0)
-    x, weight, bias = (
-        torch.randn(size, generator=draw).to(device, dtype) for size in ((7, 40), (40,), (40,))
-    )
+    x, weight, bias = drawn(device, dtype, (7, 40), (40,), (40,))
     return x.requires_grad_(), _CaseNorm(weight, bias)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from workflow.lib.kernels.launch import WARPS, launch, power_of_two
-from workflow.lib.kernels.op import Case, Op
+from workflow.lib.kernels.op import Case, Op, drawn
 
 Heads = tuple[torch.Tensor, ...]
 
@@ -103,10 +103,7 @@ def _by_torch(
 
 
 def _case(device: torch.device, dtype: torch.dtype, neighbours: bool) -> Case:
-    draw = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 7, 3, 24, generator=draw).to(device, dtype)
-    cos, sin = torch.randn(2, 1, 7, 10, generator=draw).to(device, dtype)
-    return x, cos, sin, False, neighbours
+    return *drawn(device, dtype, (2, 7, 3, 24), (1, 7, 10), (1, 7, 10)), False, neighbours
 
 
 rotate = Op(

@@ -17,7 +17,6 @@ from bitsandbytes.functional import quantize_4bit
 from torch import nn
 
 from workflow.lib.kernels.experts.gates import (
-    ACTIVATIONS,
     CLAMPED,
     GateForm,
     by_torch,
@@ -27,6 +26,7 @@ from workflow.lib.kernels.experts.gates import (
 )
 from workflow.lib.kernels.experts.grouped_matmul import bias_products, route, summed_by_token
 from workflow.lib.kernels.experts.routing import Routing, Rows
+from workflow.lib.kernels.rows.gating import ACTIVATIONS
 from workflow.lib.model.experts.expert_matmul import (
     FusedLoraStack,
     Stack,
