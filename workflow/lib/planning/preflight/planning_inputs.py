@@ -4,6 +4,7 @@ search tries (`plan_search`).
 Nothing here reads a file or the hardware: the caller passes `Machine`."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from workflow.lib.model.architecture.adapter_targets import (
     WholeModules,
@@ -103,25 +104,17 @@ def training_attention(
     """Return training's attention, with its reason. needs: of the model (`attention_needs`). Raises
     `UserError` if a set one cannot run there."""
     needs = needs.asked(model.attention_dropout)
+    there: Any = {
+        "cuda": machine.device == "cuda",
+        "bfloat16": machine.bfloat16,
+        "compute_dtype": compute_dtype(model, machine),
+    }
     if model.attention != "auto":
-        lack = asked_attention_lack(
-            model.attention,
-            needs,
-            cuda=machine.device == "cuda",
-            bfloat16=machine.bfloat16,
-            compute_dtype=compute_dtype(model, machine),
-        )
+        lack = asked_attention_lack(model.attention, needs, **there)
         if lack is not None:
             raise setting_error("model.attention", model.attention, lack, "Set it to auto or eager")
         return AttentionChoice(model.attention, ASKED_FOR)
-    return automatic_attention(
-        needs,
-        cuda=machine.device == "cuda",
-        bfloat16=machine.bfloat16,
-        compute_dtype=compute_dtype(model, machine),
-        flash_package=machine.flash_attention,
-        training=True,
-    )
+    return automatic_attention(needs, flash_package=machine.flash_attention, training=True, **there)
 
 
 def attention_needs(shape: ModelShape) -> AttentionNeeds:

@@ -25,21 +25,12 @@ class Speed:
     known: bool = True  # otherwise it only ranks plans
     cpu: CpuRates = CPU
 
-    def parts(
-        self,
-        work: Work,
-        plan: StepPlan,
-        *,
-        num_layers: int,
-        trained_share: float,
-        micro_batches: int = 1,
-    ) -> Parts:
-        """Seconds of a micro-batch by their use, on the slowest kind of GPU."""
+    def parts(self, work: Work, plan: StepPlan, **counts: Any) -> Parts:
+        """Seconds of a micro-batch by their use, on the slowest kind of GPU; counts: as of
+        `Clock.parts`."""
         if not self.clocks:
-            seconds = cpu_seconds(work, self.cpu, micro_batches=micro_batches)
-            return {"matmuls": seconds}
-        counts: dict[str, Any] = {"num_layers": num_layers, "trained_share": trained_share}
-        counts["micro_batches"] = micro_batches
+            micro_batches = counts.get("micro_batches", 1)
+            return {"matmuls": cpu_seconds(work, self.cpu, micro_batches=micro_batches)}
         every = (clock.parts(work, plan, **counts) for clock in self.clocks)
         return max(every, key=lambda parts: sum(parts.values()))
 
