@@ -77,23 +77,15 @@ def _sliced(table: nn.Parameter, mesh: DeviceMesh, axis: DeviceMesh) -> nn.Param
         Shard(0) if (name,) == axis.mesh_dim_names else Replicate()
         for name in mesh.mesh_dim_names or ()
     ]
-    whole = DTensor.from_local(
-        table.detach()[:0],
-        mesh,
-        placements,
-        run_check=False,
-        shape=table.shape,
-        stride=table.stride(),
-    )
-    start, stop = local_range(whole)
-    own_rows = DTensor.from_local(
-        table.detach()[start:stop],
-        mesh,
-        placements,
-        run_check=False,
-        shape=table.shape,
-        stride=table.stride(),
-    )
+    size, stride = table.shape, table.stride()
+
+    def part(rows: torch.Tensor) -> DTensor:
+        return DTensor.from_local(
+            rows, mesh, placements, run_check=False, shape=size, stride=stride
+        )
+
+    start, stop = local_range(part(table.detach()[:0]))
+    own_rows = part(table.detach()[start:stop])
     return nn.Parameter(own_rows, requires_grad=table.requires_grad)
 
 

@@ -38,6 +38,11 @@ SIZES = 4  # different counts of trained tokens, each with its own graph
 MOST_PLACES = 2
 
 
+PADDING = dict.fromkeys(("input_ids", "position_ids", "embedded", "row_keys", "lengths"))
+PADDING |= {"positions": 0, "targets": IGNORED, "weights": 0}
+"""Inputs of a graph, and the value after a micro-batch's, where a layout has room for more."""
+
+
 class Layout(NamedTuple):
     """The fixed shapes of a graph, equal on all processes; the rest is copied into its inputs."""
 
@@ -85,15 +90,9 @@ class FixedInputs:
         """Copy a micro-batch into them, without waiting for it. Padding is no target, and documents
         without a token at the end."""
         fixed = self.batch
-        _padded_(fixed.input_ids, batch.input_ids)
-        _padded_(fixed.position_ids, batch.position_ids)
-        _padded_(fixed.positions, batch.positions, 0)
-        _padded_(fixed.targets, batch.targets, IGNORED)
+        for name, padding in PADDING.items():
+            _padded_(getattr(fixed, name), getattr(batch, name), padding)
         _padded_(fixed.bounds[0], batch.bounds[0], batch.input_ids.numel())
-        _padded_(fixed.embedded, batch.embedded)
-        _padded_(fixed.row_keys, batch.row_keys)
-        _padded_(fixed.lengths, batch.lengths)
-        _padded_(fixed.weights, batch.weights, 0)
         if self._layout.room:
             assert fixed.documents is not None
             documents = _laid_out(batch, self._layout)

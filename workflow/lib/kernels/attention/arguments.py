@@ -27,25 +27,18 @@ WITHOUT_EFFECT = frozenset(
 CHUNKED = "chunked_attention"
 
 
-def refuse_others(
-    module: nn.Module, arguments: Mapping[str, object], *, implementation: str, instead: str
+def check_arguments(
+    module: nn.Module,
+    others: Mapping[str, object],
+    *,
+    attention_mask: object,
+    is_causal: bool | None,
+    dropout: float,
+    implementation: str,
+    instead: str,
 ) -> None:
-    """Raise `UserError` if an argument is given that the implementation cannot follow. instead: a
-    value of `model.attention` that may follow it."""
-    given = {name for name, value in arguments.items() if value is not None}
-    unknown = given - WITHOUT_EFFECT
-    if unknown:
-        raise setting_error(
-            "model.attention",
-            implementation,
-            f"{type(module).__name__} asks its attention for {', '.join(sorted(unknown))}, which "
-            f"{implementation} cannot do, and the model would be trained without",
-            f"Set it to {instead}",
-        )
-
-
-def refuse_dropout(module: nn.Module, dropout: float, *, implementation: str) -> None:
-    """Raise `UserError` if a layer drops attention weights, which the implementation cannot do."""
+    """Raise `UserError` for arguments of a layer that the implementation cannot follow. others:
+    those that it does not know; instead: a value of `model.attention` that may follow them."""
     if dropout:
         raise setting_error(
             "model.attention",
@@ -53,6 +46,17 @@ def refuse_dropout(module: nn.Module, dropout: float, *, implementation: str) ->
             f"{type(module).__name__} drops {dropout:g} of its attention weights, which "
             f"{implementation} cannot do",
             "Set it to sdpa or eager, or model.attention_dropout to 0",
+        )
+    bidirectional = True if is_causal is False else None
+    asked = {**others, "attention_mask": attention_mask, "is_causal": bidirectional}
+    unknown = {name for name, value in asked.items() if value is not None} - WITHOUT_EFFECT
+    if unknown:
+        raise setting_error(
+            "model.attention",
+            implementation,
+            f"{type(module).__name__} asks its attention for {', '.join(sorted(unknown))}, which "
+            f"{implementation} cannot do, and the model would be trained without",
+            f"Set it to {instead}",
         )
 
 

@@ -24,9 +24,8 @@ from transformers import AttentionInterface
 
 from workflow.lib.kernels.attention.arguments import (
     attention_flop,
+    check_arguments,
     mask_kind,
-    refuse_dropout,
-    refuse_others,
     refuse_without_documents,
 )
 from workflow.lib.kernels.attention.flex_masks import PackedMasks
@@ -70,10 +69,10 @@ def flex_attention(
     one more score of each query, which takes its share of the weights and has no value. Returns
     (rows, seq_len, heads, value_dim), contiguous, and no weights. Raises `UserError` if the model
     tells it to do anything else."""
-    refuse_dropout(module, dropout, implementation=FLEX)
-    bidirectional = True if is_causal is False else None
-    others |= {"attention_mask": attention_mask, "is_causal": bidirectional}
-    refuse_others(module, others, implementation=FLEX, instead="eager")
+    check_arguments(
+        module, others, attention_mask=attention_mask, is_causal=is_causal, dropout=dropout,
+        implementation=FLEX, instead="eager",
+    )  # fmt: skip
     if packed_masks is None:
         refuse_without_documents(module, implementation=FLEX)
     kind = mask_kind(module, sliding_window)

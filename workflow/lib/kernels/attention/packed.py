@@ -15,9 +15,8 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from workflow.lib.kernels.attention.arguments import (
+    check_arguments,
     mask_kind,
-    refuse_dropout,
-    refuse_others,
     refuse_without_documents,
 )
 from workflow.lib.kernels.attention.shared_prompts import SharedPrompts, document_starts
@@ -70,11 +69,11 @@ def varlen_attention(
     (1, heads, tokens, head_dim); key, value: (1, key_value_heads, tokens, head_dim). Returns (1,
     tokens, heads, head_dim) and no weights. Raises `UserError` for arguments that it cannot
     follow."""
-    refuse_dropout(module, dropout, implementation=VARLEN)
-    bidirectional = True if is_causal is False else None
-    others |= {"attention_mask": attention_mask, "is_causal": bidirectional}
     others["chunked attention"] = mask_kind(module, sliding_window).chunk
-    refuse_others(module, others, implementation=VARLEN, instead=FLEX)
+    check_arguments(
+        module, others, attention_mask=attention_mask, is_causal=is_causal, dropout=dropout,
+        implementation=VARLEN, instead=FLEX,
+    )  # fmt: skip
     if cu_seq_lens_q is None or max_length_q is None:
         refuse_without_documents(module, implementation=VARLEN)
     # squeezed, not indexed: an index's backward fills a tensor with zeros and copies into it

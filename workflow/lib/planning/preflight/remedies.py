@@ -74,7 +74,11 @@ def remedies(
     )
 
     def judged(option: Option, peaks: Peaks) -> Remedy:
-        return _judged(shape, *option, peaks, machine, hardware)
+        change, changed = option
+        there = replace(machine, processes=changed.processes)
+        limits, host = budget(hardware, there), host_bytes(shape, changed, there, peaks)
+        room = limits.host_capacity_bytes is None or host <= limits.host_capacity_bytes
+        return Remedy(change, peaks.allocated_bytes, limits.holds(peaks.allocated_bytes) and room)
 
     def smallest(options: Sequence[Option], last: Peaks) -> Remedy:
         size, least = _size(plan), _size(options[-1][1])
@@ -110,21 +114,6 @@ def _place(options: Sequence[Option]) -> int:
     setting = options[0][0].split(" = ")[0]
     assert setting in NEAREST, f"{setting} has no place among the remedies"
     return NEAREST.index(setting)
-
-
-def _judged(
-    shape: ModelShape,
-    change: str,
-    plan: StepPlan,
-    peaks: Peaks,
-    machine: Machine,
-    hardware: HardwareConfig,
-) -> Remedy:
-    changed = replace(machine, processes=plan.processes)
-    limits = budget(hardware, changed)
-    host = host_bytes(shape, plan, changed, peaks)
-    room = limits.host_capacity_bytes is None or host <= limits.host_capacity_bytes
-    return Remedy(change, peaks.allocated_bytes, limits.holds(peaks.allocated_bytes) and room)
 
 
 def _options(
