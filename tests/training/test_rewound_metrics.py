@@ -15,7 +15,8 @@ def test_metrics_are_restored_from_the_checkpoints_own_copy(tmp_path):
     assert read_lines(path) == METRICS[:3]
 
 
-METRICS = [{"step": step, "loss": step / 7} for step in (1, 2, 4, 6)]
+NAME = "of one\u2028source\x85"  # which Python's splitlines takes for ends of lines
+METRICS = [{"step": step, "heldout_losses": {NAME: step / 7}} for step in (1, 2, 4, 6)]
 
 
 @pytest.mark.parametrize("cut", ['{"step": 7, "lo', "", "\n", '{"step": 7'])

@@ -54,7 +54,7 @@ def listed_files(folder: Path) -> list[RecordedFile]:
             "repeat the command; it is made again."
         )
     text = (folder / SUMS).read_text(encoding="utf-8", errors="backslashreplace")
-    files = [_listed(folder, line) for line in text.splitlines()]
+    files = [_listed(folder, line) for line in text.removesuffix("\n").split("\n")]
     present = {
         p.name for p in folder.iterdir() if p.suffix in LOADED and not p.name.startswith(".")
     }

@@ -388,7 +388,7 @@ def whole_rows(path: Path) -> Iterator[dict[str, Any]]:
     file has no rows."""
     if not path.is_file():
         return
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             yield row_of(line)
         except (ValueError, TypeError):
