@@ -41,7 +41,7 @@ def test_without_rungs_there_are_only_the_runs_of_the_user():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sweep": {"rungs": [50, 50, 200]}}, "50 does not rise above 50"),
+        ({"sweep": {"rungs": [50, 50, 200]}}, "entry 2 stands there twice"),
         ({"sweep": {"rungs": [100, 50, 200]}}, "50 does not rise above 100"),
         ({"sweep": {"rungs": [200]}}, "one alone decides nothing"),
         ({"sweep": {"rungs": [0, 200]}}, "must be at least 1"),

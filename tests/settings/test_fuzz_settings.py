@@ -34,6 +34,7 @@ def places(node, path=()):
     return [(*path, key) for key in node] + below
 
 
+TEXTS = "auto 2e-4 1e999 nan -inf .. ../x / ~ a/b --help"
 SCALARS = (
     st.none()
     | st.booleans()
@@ -41,23 +42,7 @@ SCALARS = (
     | st.sampled_from([-1, 0, 2**31, 2**63, 10**400, -(10**400)])
     | st.floats()
     | st.text(max_size=20)
-    | st.sampled_from(
-        [
-            "auto",
-            "2e-4",
-            "1e999",
-            "nan",
-            "-inf",
-            "\0",
-            "\ud800",
-            "..",
-            "../x",
-            "/",
-            "~",
-            "a/b",
-            "--help",
-        ]
-    )
+    | st.sampled_from(["\0", "\ud800", *TEXTS.split()])
     | st.dates()
     | st.binary(max_size=5)
 )

@@ -21,49 +21,33 @@ from workflow.lib.settings.config import load_config
 
 IDS = torch.tensor([[3, 11, 290, 64, 5, 201, 17, 8, 133, 41, 2]])
 ARTIFACTS = {
-    "results/models/tiny-*/description.json",
-    "results/base/tiny-*/SHA256SUMS",
-    "results/base/tiny-*/chat_template.jinja",
-    "results/base/tiny-*/config.json",
-    "results/base/tiny-*/generation_config.json",
-    "results/base/tiny-*/model-00001-of-00001.safetensors",
-    "results/base/tiny-*/model.safetensors.index.json",
-    "results/base/tiny-*/quantization.json",
-    "results/base/tiny-*/tokenizer.json",
-    "results/base/tiny-*/tokenizer_config.json",
-    "results/evaluations/*/heldout-*.json",
-    "results/evaluations/*/samples-*.json",
-    "results/report/comparison.csv",
-    "results/tensorboard/demo/events.out.tfevents.*",
-    "results/report/report.html",
-    "results/runs/demo/consolidate/adapter/README.md",
-    "results/runs/demo/consolidate/adapter/SHA256SUMS",
-    "results/runs/demo/consolidate/adapter/adapter_config.json",
-    "results/runs/demo/consolidate/adapter/adapter_model.safetensors",
-    "results/runs/demo/consolidate/adapter/chat_template.jinja",
-    "results/runs/demo/consolidate/adapter/generation_config.json",
-    "results/runs/demo/consolidate/adapter/tokenizer.json",
-    "results/runs/demo/consolidate/adapter/tokenizer_config.json",
-    "results/runs/demo/consolidate/parity.json",
-    "results/runs/demo/evaluate_run/base.json",
-    "results/runs/demo/evaluate_run/original.json",
-    "results/runs/demo/evaluate_run/tuned.json",
-    "results/runs/demo/evaluate_run/items.json",
-    "results/runs/demo/finetune/adapter/*",
-    "results/runs/demo/finetune/adapter_config.json",
-    "results/runs/demo/finetune/metrics.jsonl",
-    "results/runs/demo/finetune/parity.safetensors",
-    "results/runs/demo/finetune/summary.json",
-    "results/runs/demo/preflight_run/preflight.json",
-    "results/tokens/qa-*/heldout.input_ids.npy",
-    "results/tokens/qa-*/heldout.loss_mask.npy",
-    "results/tokens/qa-*/heldout.offsets.npy",
-    "results/tokens/qa-*/manifest.json",
-    "results/tokens/qa-*/rejects.jsonl",
-    "results/tokens/qa-*/train.input_ids.npy",
-    "results/tokens/qa-*/train.loss_mask.npy",
-    "results/tokens/qa-*/train.position_ids.npy",
-    "results/tokens/qa-*/truncated.jsonl",
+    f"results/{folder}/{name}"
+    for folder, names in {
+        "models/tiny-*": "description.json",
+        "base/tiny-*": (
+            "SHA256SUMS chat_template.jinja config.json generation_config.json "
+            "model-00001-of-00001.safetensors model.safetensors.index.json quantization.json "
+            "tokenizer.json tokenizer_config.json"
+        ),
+        "evaluations/*": "heldout-*.json samples-*.json",
+        "report": "comparison.csv report.html",
+        "tensorboard/demo": "events.out.tfevents.*",
+        "runs/demo/consolidate/adapter": (
+            "README.md SHA256SUMS adapter_config.json adapter_model.safetensors "
+            "chat_template.jinja generation_config.json tokenizer.json tokenizer_config.json"
+        ),
+        "runs/demo/consolidate": "parity.json",
+        "runs/demo/evaluate_run": "base.json original.json tuned.json items.json",
+        "runs/demo/finetune/adapter": "*",
+        "runs/demo/finetune": "adapter_config.json metrics.jsonl parity.safetensors summary.json",
+        "runs/demo/preflight_run": "preflight.json",
+        "tokens/qa-*": (
+            "heldout.input_ids.npy heldout.loss_mask.npy heldout.offsets.npy manifest.json "
+            "rejects.jsonl train.input_ids.npy train.loss_mask.npy train.position_ids.npy "
+            "truncated.jsonl"
+        ),
+    }.items()
+    for name in names.split()
 }
 
 

@@ -2,10 +2,11 @@
 listing."""
 
 import json
+from pathlib import Path
 
 import pytest
 
-from workflow.lib.data.reading.sources import matching, resolve_splits
+from workflow.lib.data.reading.sources import find_files, matching, resolve_splits
 from workflow.lib.settings.data import DataConfig
 from workflow.lib.system.errors import UserError
 
@@ -102,6 +103,21 @@ def test_misspelt_path_is_told_the_nearest_name(tree):
         UserError, match=r"no such file or folder\. Did you mean 'answers.parquet'\? "
     ):
         files(tree, "answer.parqet")
+
+
+@pytest.mark.parametrize(
+    ("path", "advice"),
+    [
+        ("teknium/OpenHermes-2.5", "A dataset of the hub is named by data.source, and its files"),
+        ("https://host/rows.jsonl", "Addresses are not read: load the file"),
+        ("~/rows.jsonl", "~ and $NAME are not expanded"),
+        ("data/rows.jsonl", "Give a path that exists"),
+    ],
+)
+def test_path_that_is_no_path_is_answered_with_what_it_seems_to_be(path, advice):
+    with pytest.raises(UserError) as refusal:
+        find_files(path, setting="data.train", root=Path())
+    assert f": there is no such file or folder. {advice}" in str(refusal.value)
 
 
 def test_folder_of_several_types_asks_for_a_glob(tree):

@@ -7,33 +7,17 @@ keys of a section are below `<source>`."""
 import datetime
 import difflib
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
 
+import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-# Keys of earlier versions, and their replacements.
-RENAMED_KEYS = {
-    "lora.rank": "lora.r",
-    "train.products": "train.matmul_dtype",
-    "train.products_in": "train.matmul_passes",
-    "train.max_products_loss_rise": "train.max_matmul_loss_rise",
-}
-MUON = "Muon was never shown to help adapters"
-REMOVED_KEYS = {
-    "evaluate.sample_temperature": "sample answers are greedy",
-    "train.muon_momentum": MUON,
-    "train.muon_adjust_lr": MUON,
-    "train.saved_activations": "preflight never chose it, and it rounds gradients",
-}
-REPLACED_VALUES = {
-    ("train.matmul_dtype", "int8"): "float8",
-    ("train.optimizer", "muon"): "adamw",
-    ("train.optimizer", "paged_adamw"): "adamw",
-    ("train.optimizer", "paged_adamw_8bit"): "adamw_8bit",
-}
-
-
+TRAINERS = Path(__file__).parents[2] / "resources" / "trainers"  # keys of others: `importing`
+RENAMED_KEYS = {"lora.rank": "lora.r"}  # of earlier versions, as below
+REMOVED_KEYS = {"train.saved_activations": "preflight never chose it, and it rounds gradients"}
 OF_ALL_RUNS = ("report", "sweep")  # sections that no run has of its own
 SECTION_TAG = "<source>"
 CHANGE = "Change it in config.yaml."
@@ -69,7 +53,6 @@ _BOUNDS = {
     "bool_parsing": "must be true or false",
     "string_type": "must be text",
     "string_unicode": "must be text that UTF-8 can hold",
-    "string_too_short": "must not be empty",
     "string_too_long": "must have at most {max_length} characters",
     "literal_error": "must be {expected}",
     "tuple_type": "must be a list",
@@ -115,8 +98,8 @@ def explain(
 
 def _replaced(document: Mapping[str, object], path: tuple[Any, ...]) -> str | None:
     value = _value(document, path)
-    better = REPLACED_VALUES.get((_spell(path), value)) if isinstance(value, str) else None
-    return better and f"this value is no longer offered. Set it to {better}."
+    better = _of_trainers().values.get((_spell(path), value)) if isinstance(value, str) else None
+    return better and f"it is a value of other trainers. Set it to {better}."
 
 
 def _wrong_name(document: Mapping[str, object], detail: ErrorDetails) -> str:
@@ -176,28 +159,63 @@ def _bound(detail: Any, path: tuple[Any, ...]) -> str:
 
 def _unknown_key(model: type[BaseModel], location: tuple[Any, ...]) -> str:
     key, valid = str(location[-1]), list(_model_at(model, location[:-1]).model_fields)
-    if better := RENAMED_KEYS.get(_spell(location)):
-        return f"{_spell(location)}: this key is called {better} now. Rename it."
     if reason := REMOVED_KEYS.get(_spell(location)):
         return f"{_spell(location)}: this key is no longer offered ({reason}). Remove it."
     if location == (key,) and key in OF_ALL_RUNS:
         return f"{key}: it holds for all runs. Write it above `runs:`."
     elsewhere = [
-        f"{section}.{key}"
+        f"{section}.{name}"
         for section in model.model_fields
-        if is_section(model, section) and key in _model_at(model, (section,)).model_fields
+        if is_section(model, section)
+        for name in _model_at(model, (section,)).model_fields
     ]
     short = key.removeprefix(f"{location[-2:][0]}_")  # `lora_r` of `lora`
+    settings, reasons, _ = _of_trainers()
+    renamed = RENAMED_KEYS.get(_spell(location))
     meant = [
-        *([short] if short in valid else []),
+        *([renamed] if renamed else [short] if short in valid else []),
         *(name for name in valid if len(key) > 3 and key in name),
-        *elsewhere,
-        *difflib.get_close_matches(key, valid, n=1, cutoff=0.6),
+        *(name for name in elsewhere if key == name.partition(".")[2]),
+        *([settings[key]] if key in settings else []),
     ]
-    hint = f"Did you mean {meant[0]!r}?" if meant else f"Valid keys: {', '.join(valid)}."
+    near = difflib.get_close_matches(key, valid, n=1, cutoff=0.6)
+    if key in elsewhere:
+        hint = "Write it in two levels: {}: {{{}: ...}}.".format(*key.split("."))
+    elif key in reasons and not meant:
+        hint = f"It is a key of other trainers: {reasons[key]}."
+    elif meant := [*meant, *near]:
+        hint = f"Did you mean {meant[0]!r}?"
+    else:
+        hint = f"Valid keys: {', '.join(valid)}."
     shown = [part + 1 if isinstance(part, int) else part for part in location]
     named = [part for part in shown if not str(part).startswith("<")]
     return f"{_spell(named)}: there is no such key. {hint}"
+
+
+class OfTrainers(NamedTuple):
+    """Names in files of other trainers (`TRAINERS`), with their meaning here."""
+
+    settings: dict[str, str]  # by keys of the same meaning
+    reasons: dict[str, str]  # by keys without a setting
+    values: dict[tuple[str, str], str]  # by the setting and their value
+
+
+@cache
+def _of_trainers() -> OfTrainers:
+    found = OfTrainers({}, {}, {})
+    tables = [yaml.safe_load(file.read_text("utf-8")) for file in sorted(TRAINERS.glob("*.yaml"))]
+    for table in tables:
+        found.settings.update(table.get("same", {}))
+        for key, word in table.get("words", {}).items():
+            found.settings[key] = word["setting"]
+            for ours, values in word["values"].items():
+                found.values.update({(word["setting"], value): ours for value in values})
+        for kind in table.get("reasons", {}).values():
+            found.reasons.update({key: why for why, keys in kind.items() for key in keys})
+    for known in (found.settings, found.reasons):
+        called = [pair for table in tables for pair in table.get("called", {}).items()]
+        known.update({theirs: known[name] for theirs, name in called if name in known})
+    return found
 
 
 def is_section(model: type[BaseModel], key: Any) -> bool:

@@ -80,13 +80,6 @@ class ExportConfig(Section):
     """Make a new repository public."""
 
     @model_validator(mode="after")
-    def _steps_differ(self) -> "ExportConfig":
-        for step in self.steps:
-            if self.steps.count(step) > 1:
-                raise ValueError(f"steps = {step}: it stands there twice. Name it once")
-        return self
-
-    @model_validator(mode="after")
     def _published_is_exported(self) -> "ExportConfig":
         exported = {"adapter": True, "merged": self.merged, "gguf": bool(self.gguf)}
         if not exported[self.hub_form]:
@@ -190,8 +183,6 @@ class EvaluateConfig(Section):
     def _something_is_compared(self) -> "EvaluateConfig":
         if self.subjects == "auto":
             return self
-        if repeated := {name for name in self.subjects if self.subjects.count(name) > 1}:
-            raise ValueError(f"subjects = {min(repeated)}: it stands there twice. Name it once")
         if not set(REFERENCES) & set(self.subjects):
             raise ValueError(
                 f"subjects = {', '.join(self.subjects) or '[]'}: gains are measured against one "

@@ -40,10 +40,15 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _text_that_files_can_hold(cls, value: Any) -> Any:
-        """Refuse text that no file can hold, or should.
-
-        That is half a character (as `"\\ud800"` in YAML gives), or a password."""
+        """Refuse empty text, an entry of a list that stands there twice, and text that no file can
+        hold (half a character, as `"\\ud800"` in YAML gives) or should (a password)."""
         texts = value if isinstance(value, list | tuple) else [value]
+        for number, text in enumerate(texts, 1):
+            entry = f"entry {number} " if texts is value else ""
+            if text == "":
+                raise PydanticCustomError("empty_text", f"{entry}must not be empty")
+            if isinstance(text, str | int) and text in texts[: number - 1]:
+                raise PydanticCustomError("repeated", f"{entry}stands there twice")
         if any(isinstance(text, str) and not _is_utf8(text) for text in texts):
             raise PydanticCustomError("string_unicode", "must be text that UTF-8 can hold")
         if any(isinstance(text, str) and holds_secret(text) for text in texts):
@@ -61,15 +66,13 @@ class Section(BaseModel):
         annotation = cls.model_fields[info.field_name].annotation
         branches = get_args(annotation) if get_origin(annotation) in UNIONS else (annotation,)
         kinds = {get_args(b)[0] if get_origin(b) is Annotated else b for b in branches}
-        if isinstance(value, bool) and bool not in kinds and kinds & {int, float}:
+        numbers = kinds & {int, float}
+        if isinstance(value, bool) and bool not in kinds and numbers:
             raise PydanticCustomError("true_for_number", "must be a number, not true or false")
         words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
-        if bool in kinds and isinstance(value, str) and kinds & {int, float} and value not in words:
-            allowed = ", ".join(["must be true", "false", *words]) + " or a number"
-            raise PydanticCustomError("bool_or_number", allowed)
-        is_truth = isinstance(value, bool | None) or value in words
-        if bool in kinds and not is_truth and not kinds & {int, float}:
-            *most, last = "true", "false", *words
+        is_one = isinstance(value, bool | None) or value in words
+        if bool in kinds and not is_one and not (numbers and not isinstance(value, str)):
+            *most, last = ["true", "false", *words, *(["a number"] if numbers else [])]
             raise PydanticCustomError("bool_or_word", f"must be {', '.join(most)} or {last}")
         return value
 

@@ -21,6 +21,7 @@ from workflow.lib.system.input_files import NOT_THERE, why_unreadable
 SAVED_STATE = "state.json"  # in a folder written by Dataset.save_to_disk
 SAVED_SPLITS = "dataset_dict.json"  # in a folder written by DatasetDict.save_to_disk
 MAGIC = re.compile(r"[*?\[]")
+HUB_ID = re.compile(r"\w[\w.-]*/[\w-]+(\.\d[\w-]*)?")  # no file's extension
 SHELL_NAME = re.compile(r"\$\{?[A-Za-z_]")
 PICK = "Name the files by a glob"
 
@@ -103,6 +104,8 @@ def find_files(path: str, *, setting: str, root: Path) -> list[str]:
         if not MAGIC.search(path) or why_unreadable(root / path) != NOT_THERE:
             missing = why_unreadable(root / path) or NOT_THERE
         near = _nearest(root / path) if missing == NOT_THERE else ""
+        if HUB_ID.fullmatch(path) and setting.startswith("data.") and root == Path() and not near:
+            near = f"A dataset of the hub is named by data.source, and its files by {setting}. "
         where = "the folder you run in" if root == Path() else f"the dataset's repository ({root})"
         raise setting_error(
             setting,
@@ -114,10 +117,12 @@ def find_files(path: str, *, setting: str, root: Path) -> list[str]:
 
 
 def unexpanded(path: str) -> str:
-    """Return the advice for `~` or `$NAME` in a path, which only shells expand; else "". Settings
-    must not depend on who runs them, or where: artifacts are named by the settings."""
+    """Return the advice for `~` or `$NAME` in a path, which only shells expand, or for an address;
+    else "". Settings must not depend on who runs them, or where: artifacts are named by them."""
     if path.startswith("~") or SHELL_NAME.search(path):
         return "~ and $NAME are not expanded in settings: write the path out. "
+    if "://" in path:
+        return "Addresses are not read: load the file, or name a repository of the hub by its id. "
     return ""
 
 
