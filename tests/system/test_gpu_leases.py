@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.lease_holder import NUM_CARDS, cards
 from tests.support.workflow_project import REPOSITORY, Project, make_project
+from workflow.lib.artifacts.stage_logs import failure_causes
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.gpu_leases import IN_USE_BYTES, lease
 
@@ -185,8 +186,9 @@ def test_lock_stays_with_the_program_that_takes_the_process_place(tmp_path):
     assert other.wait() == 0
 
 
-def test_job_without_gpus_sees_none():
-    lease_gpus = [sys.executable, "-m", "workflow.scripts.lease_gpus", "--count", "0", "--"]
+def test_job_without_gpus_sees_none_and_is_not_told_as_killed_before_it_begins(tmp_path):
+    lease_gpus = [sys.executable, "-m", "workflow.scripts.lease_gpus", "--count", "0"]
+    lease_gpus += ["--log", str(tmp_path / "demo.log"), "--"]
     shown = subprocess.run(
         [*lease_gpus, "sh", "-c", "echo :$CUDA_VISIBLE_DEVICES: $1", "sh", "a b; c"],
         cwd=REPOSITORY,
@@ -196,6 +198,7 @@ def test_job_without_gpus_sees_none():
         check=True,
     )
     assert shown.stdout == ":: a b; c\n"
+    assert failure_causes(tmp_path, since=0) == []
 
 
 DRIVER = {"PYTHONPATH": str(REPOSITORY / "tests" / "fake_driver")}

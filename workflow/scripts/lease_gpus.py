@@ -8,13 +8,15 @@ import argparse
 import os
 from pathlib import Path
 
+from workflow.lib.artifacts.stage_logs import ENDED
 from workflow.lib.system.gpu_leases import lease
-from workflow.scripts.command import logger, run
+from workflow.scripts.command import logger, mark_log, run
 
 
 def main(args: argparse.Namespace) -> None:
     gpus = lease(args.count, waiting=logger.info)
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.uuid for gpu in gpus)
+    mark_log(ENDED)  # else Ctrl-C during the stage's imports would seem to be a kill
     os.execvp(args.command[0], args.command)
 
 
