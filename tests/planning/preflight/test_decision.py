@@ -85,7 +85,7 @@ def test_short_host_memory_is_the_reason_on_a_gpu():
 def test_short_disk_is_the_reason():
     decision = decided(free=10**6)
     assert not decision.fits
-    assert "GiB of disk" in decision.reason
+    assert "of disk, 976.56 KiB are free" in decision.reason
     assert "train.keep_checkpoints" in decision.reason
 
 

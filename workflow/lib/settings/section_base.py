@@ -72,7 +72,7 @@ class Section(BaseModel):
         words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
         is_one = isinstance(value, bool | None) or value in words
         if bool in kinds and not is_one and not (numbers and not isinstance(value, str)):
-            *most, last = ["true", "false", *words, *(["a number"] if numbers else [])]
+            *most, last = ["true", "false", *words] + ["a number"] * bool(numbers)
             raise PydanticCustomError("bool_or_word", f"must be {', '.join(most)} or {last}")
         return value
 

@@ -29,6 +29,7 @@ from workflow.lib.settings.optimizers import OPTIMIZERS
 from workflow.lib.step_plan.memory_options import TABLE, in_words
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.errors import UserError
+from workflow.lib.system.number_formats import size
 from workflow.lib.system.units import GIB
 
 
@@ -220,6 +221,6 @@ def _disk_lack(needed: int, free: int | None) -> str | None:
     if free is None or needed <= free:
         return None
     return (
-        f"checkpoints and adapter need {needed / GIB:.2f} GiB of disk, {free / GIB:.2f} GiB are "
-        "free. Free disk space, lower train.keep_checkpoints or lora.r, or shorten export.steps"
+        f"checkpoints and adapter need {size(needed)} of disk, {size(free)} are free. Free disk "
+        "space, lower train.keep_checkpoints or lora.r, or shorten export.steps"
     )
