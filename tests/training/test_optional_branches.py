@@ -66,10 +66,6 @@ MORE: dict[str, dict[str, Any]] = {
     "phi3": {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 8}
 }
 """Branches that are no field of their own."""
-UNREAD = {"gemma3": "final_logit_softcapping"}
-"""What the stock class for several media leaves out (5.23), though its text class reads it: the
-check before the first step refuses such a model."""
-
 
 OTHERS = {
     "olmo": AutoConfig.for_model("olmo", **SIZES),
@@ -97,12 +93,7 @@ def branches(family: str) -> dict[str, Any]:
     found = {
         name: _switched_on(text, name, a) for name, a in switches.items() if f".{name}" in code
     }
-    found = {
-        name: value
-        for name, value in found.items()
-        if value is not None and name != UNREAD.get(family)
-    }
-    return found | MORE.get(family, {})
+    return {n: x for n, x in found.items() if x is not None} | MORE.get(family, {})
 
 
 def _switched_on(config: Any, name: str, annotation: str) -> Any:

@@ -1,13 +1,8 @@
 """The chunked loss against torch's cross-entropy, and which positions count."""
 
-import re
-from pathlib import Path
-
 import pytest
 import torch
-import transformers
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from tests.support.models import VOCAB, adapted
 from workflow.lib.kernels.attention.packed import document_bounds
@@ -15,15 +10,7 @@ from workflow.lib.kernels.loss.fused_logits import IGNORED
 from workflow.lib.kernels.loss.head_matmul import frozen_logits, head_matmul, with_aligned_rows
 from workflow.lib.model.architecture.vocabulary_slices import CHUNK_ROWS, GRADIENT_ROWS
 from workflow.lib.model.loss import chunked_loss
-from workflow.lib.model.loss.chunked_loss import (
-    DIVISOR,
-    FACTORS,
-    MULTIPLIED_BY_IT,
-    SCALED_BY_TEXT,
-    LinearCrossEntropy,
-    OutputHead,
-    output_head,
-)
+from workflow.lib.model.loss.chunked_loss import LinearCrossEntropy, OutputHead
 from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.trained_modules import ROWS as TABLE_ROWS
 from workflow.lib.model.trained_modules import TrainedRows
@@ -111,43 +98,6 @@ def test_logits_of_a_whole_batch_never_exist(head, monkeypatch):
     hidden, targets = draw(2 * CHUNK_ROWS + 3)
     LinearCrossEntropy(head)(hidden.requires_grad_(), targets).backward()
     assert seen == [CHUNK_ROWS, CHUNK_ROWS, 3]
-
-
-@pytest.mark.parametrize(
-    ("config", "scale", "softcap"),
-    [
-        ({}, 1.0, None),
-        ({"logit_scale": 0.0625}, 0.0625, None),  # Cohere
-        ({"logits_scaling": 8.0}, 0.125, None),  # Granite
-        ({"lm_head_multiplier": 0.0625}, 0.0625, None),  # Falcon H1
-        ({"final_logit_softcapping": 30.0}, 1.0, 30.0),  # Gemma 2
-        ({"logit_scale": None}, 1.0, None),  # MPT
-    ],
-    ids=str,
-)
-def test_head_is_scaled_and_capped_as_its_family_does(config, scale, softcap):
-    head = output_head(nn.Identity(), PretrainedConfig(**config))
-    assert (head.scale, head.softcap) == (scale, softcap)
-
-
-def test_multimodal_head_is_scaled_by_its_text_part_where_the_class_does_so():
-    """Granite 4 Vision divides its logits, HyperCLOVA X's multiplies them, LLaVA leaves them."""
-    families = {"granite4_vision": 0.125, "hyperclovax_vision_v2": 8.0, "llava_next": 1.0}
-    for family in families.keys() & CONFIG_MAPPING.keys():  # some are newer than others
-        scale, config = families[family], AutoConfig.for_model(family)
-        config.text_config.logits_scaling = 8.0
-        assert output_head(nn.Identity(), config).scale == scale
-
-
-def test_families_that_scale_logits_by_their_text_part_are_known():
-    folder = Path(transformers.__file__).parent / "models"
-    texts = {x.parent.name: x.read_text(encoding="utf-8") for x in folder.glob("*/modeling_*.py")}
-    keys = "|".join((*FACTORS, DIVISOR))
-    by_text = {name for name, x in texts.items() if re.search(rf"text_config\.({keys})\b", x)}
-    assert [name for name in by_text if not name.startswith(SCALED_BY_TEXT)] == []
-    multiplied = re.compile(rf"\* self\.config\.{DIVISOR}\b")
-    assert {name for name, x in texts.items() if multiplied.search(x)} <= MULTIPLIED_BY_IT
-    assert re.search(rf"/ self\.config\.{DIVISOR}\b", texts["granite"]), "nothing is tried"
 
 
 @pytest.fixture(scope="module")

@@ -34,6 +34,7 @@ from workflow.lib.model.description import RECORDER, described_layers, recorded_
 from workflow.lib.model.experts.router_balance import family_coefficient
 from workflow.lib.model.host_embedding import other_tables
 from workflow.lib.model.kernel_packages import compute_by_torch_code
+from workflow.lib.model.loss.tried_head import tried_head
 from workflow.lib.model.nf4_model import (
     build_config_on_meta,
     build_on_meta,
@@ -276,7 +277,7 @@ def _shape(model: PreTrainedModel, *, dtype: str) -> ModelShape:
         vocab_size=model.get_parameter(f"{paths['embedding']}.weight").shape[0],
         max_position_embeddings=config.max_position_embeddings,
         tied_embeddings=is_tied(model),
-        logit_softcap=getattr(config, "final_logit_softcapping", None) is not None,
+        logit_softcap=tried_head(model).softcap is not None,
         attention_masks=1 + any("sliding" in x or "chunked" in x for x in types),
         **(paths | _others(model, paths)),
         source_dtype=STORED.get(dtype.removeprefix("torch."), "BF16"),

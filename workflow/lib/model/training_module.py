@@ -23,8 +23,9 @@ from workflow.lib.model.host_embedding import LookedUp, look_up_elsewhere_, with
 from workflow.lib.model.layers.frozen_matmul import MatmulPrecision
 from workflow.lib.model.layers.lora_linear import share_state
 from workflow.lib.model.layers.nf4_linear import nf4_linears
-from workflow.lib.model.loss.chunked_loss import LinearCrossEntropy, output_head
+from workflow.lib.model.loss.chunked_loss import LinearCrossEntropy
 from workflow.lib.model.loss.loss_scale import LossScale
+from workflow.lib.model.loss.tried_head import tried_head
 from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.prepared_decoder import PreparedDecoder
 from workflow.lib.model.trained_modules import (
@@ -70,9 +71,7 @@ class CausalLMForTraining(nn.Module):
         self.objective = objective
         self.peft_model = peft_model
         causal_lm = peft_model.get_base_model()  # type: ignore[operator]
-        module, config = causal_lm.get_output_embeddings(), causal_lm.config
-        head = output_head(module, config, fused=fused_head)
-        self.head_loss = LinearCrossEntropy(head)
+        self.head_loss = LinearCrossEntropy(tried_head(causal_lm, fused=fused_head))
         self.adapters = share_state(peft_model)
         for layer in decoder_layers(causal_lm):
             note_changes_in_place_(layer)

@@ -6,7 +6,6 @@ head (`trained_modules`), so backward needs no logits. Only a trained head's gra
 slopes (`log_probs`) makes backward compute the chunks again. The idea is fused linear cross-entropy
 (Liger, arXiv 2410.10989); masked rows are dropped before the matmul (TRL's chunked_nll)."""
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
 
 from workflow.lib.kernels.loss.fused_logits import IGNORED, FusedLogits, LogitForm, usable
 from workflow.lib.kernels.loss.head_matmul import (
@@ -60,32 +58,6 @@ class OutputHead:
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
         return logits
-
-
-# What families multiply logits by (Cohere, Falcon H1, Muse), and divide them by (Granite).
-FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
-DIVISOR = "logits_scaling"
-MULTIPLIED_BY_IT = frozenset({"hyperclovax"})  # by Granite's divisor (5.23)
-# Multimodal families, by their beginnings, whose class scales logits by its text part (5.23).
-SCALED_BY_TEXT = ("cohere_compass", "granite4_v", "granite_docling", "hyperclovax_vision", "muse_")
-
-
-def output_head(module: nn.Module, config: PretrainedConfig, *, fused: bool = True) -> OutputHead:
-    """Return a model family's head, which scales its output or caps it.
-    `startup_checks.startup_checks` finds a family with another head."""
-    text: Any = config.get_text_config()
-    of_scale = text if config.model_type.startswith(SCALED_BY_TEXT) else config
-    divisor = _number(of_scale, DIVISOR)
-    if of_scale.model_type in MULTIPLIED_BY_IT:
-        divisor = 1 / divisor
-    scale = math.prod(_number(of_scale, key) for key in FACTORS) / divisor
-    return OutputHead(module, scale, getattr(text, "final_logit_softcapping", None), fused)
-
-
-def _number(config: PretrainedConfig, key: str) -> float:
-    """Return a factor of a model's configuration; 1 if it has none, or MPT's null."""
-    value = getattr(config, key, None)
-    return float(value) if isinstance(value, int | float) else 1.0
 
 
 class LinearCrossEntropy(nn.Module):
