@@ -74,9 +74,7 @@ def folder_of(name, folder):
 
 
 def through_all_layers(stream, batch):
-    stream.record([batch])
-    assert batch.first_hidden is not None
-    hidden = batch.first_hidden
+    hidden = stream.first_hidden(batch)
     for number in range(len(stream.layers)):
         with stream.loaded(number):
             hidden = stream.run(number, batch, hidden)
@@ -115,9 +113,8 @@ def test_same_rows_go_through_two_models_that_share_keys_without_a_mix_up(tmp_pa
         stream = LayerStream(folder, reader, device=CPU, dtype=torch.float32)
         alone = through_all_layers(stream, Batch(ids, None))
         one = Batch(ids, None)
-        stream.record([one])
-        assert one.first_hidden is not None
-        other, hidden, changed = one.for_another_model(), one.first_hidden, -one.first_hidden
+        hidden = stream.first_hidden(one)
+        other, changed = one.for_another_model(), -hidden
         for number in range(len(stream.layers)):
             with stream.loaded(number):
                 hidden = stream.run(number, one, hidden)
@@ -134,9 +131,7 @@ def test_layer_can_be_run_as_often_as_it_is_asked_for(tmp_path):
     with ConvertedReader(folder, build_on_meta(folder, dtype=torch.float32)) as reader:
         stream = LayerStream(folder, reader, device=CPU, dtype=torch.float32)
         batch = Batch(ids, None)
-        stream.record([batch])
-        assert batch.first_hidden is not None
-        hidden = batch.first_hidden
+        hidden = stream.first_hidden(batch)
         for number in range(len(stream.layers)):
             with stream.loaded(number):
                 once, hidden = hidden, stream.run(number, batch, hidden)

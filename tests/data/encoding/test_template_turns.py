@@ -213,3 +213,13 @@ def test_reasoning_that_the_prompt_opens_is_closed_once(name, closing):
     begin = "<|START_TEXT|>" if name == "command" else ""
     assert said.startswith(f"{closing}{begin}Foggy.")
     assert said.count("</think>") == closing.count("</think>")
+
+
+@pytest.mark.parametrize(
+    "text", ["<think>I look out.</think>Foggy.", "I look out.\n</think>Foggy."]
+)
+def test_reasoning_within_the_text_follows_the_prompt_that_opens_it(text):
+    (encoded,) = encoder_of("nemotron3").encode(conversation([QUESTION, says(text)]))
+    shown, said = (decoded("nemotron3", ids) for ids in (encoded.ids, encoded.ids[encoded.mask]))
+    assert said == text.removeprefix("<think>") + "<|im_end|>"
+    assert shown.rstrip("\n").endswith(f"<|im_start|>assistant\n<think>\n{said}")

@@ -88,9 +88,15 @@ def test_config_json_alone_is_believed(tmp_path):
     assert without_quantization(packed, path) == {"text_config": {"x": 1}}
 
 
-def test_what_is_no_object_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"quantization_config = 'fp8': it must be an object or"):
-        without_quantization({QUANTIZATION: "fp8"}, tmp_path / "config.json")
+@pytest.mark.parametrize("within", [None, "text_config"])
+@pytest.mark.parametrize("said", ["fp8", "", [], 0, False, {"quant_method": ["fp8"]}], ids=str)
+def test_settings_of_another_type_are_refused(tmp_path, said, within):
+    folder = say(tiny_llama(tmp_path, num_hidden_layers=1), said, within=within)
+    message = (
+        r"quantization_config( = .*|\.quant_method = \['fp8'\]): it must be an? \w+ or null\. Give"
+    )
+    with pytest.raises(UserError, match=message):
+        describe_folder(folder)
 
 
 def test_packed_weights_of_which_config_json_says_nothing_are_refused(tmp_path):

@@ -177,10 +177,16 @@ def replace_chat_template(folder: Path, *, facts: ConversationFacts) -> None:
             write_text(folder / NAMED_TEMPLATES / f"{name}.jinja", text)
     write_text(folder / CHAT_TEMPLATE, facts.chat_template)
     (folder / "chat_template.json").unlink(missing_ok=True)
+    replace_in_config(folder, facts.chat_template)
+
+
+def replace_in_config(folder: Path, template: str) -> None:
+    """Replace the template in a tokenizer's settings, where they have it, and a link by a file."""
     path = folder / "tokenizer_config.json"
     config = read_settings(path) if path.is_file() else {}
     if "chat_template" in config:
-        write_json(path, config | {"chat_template": facts.chat_template})
+        path.unlink()
+        write_json(path, config | {"chat_template": template})
 
 
 def write_generation_config(source: Path, folder: Path, *, facts: ConversationFacts) -> None:
@@ -255,9 +261,9 @@ def merged_tensors(
         name = module_name(stored)
         if f"{name}.{STATE_SUFFIX}" in nf4:
             continue
+        kept = narrow and original.dtype(stored) == "F32"  # a router's bias needs its digits
         if f"{PREFIX}{name}" in whole:
             whole.discard(f"{PREFIX}{name}")
-            kept = narrow and original.dtype(stored) == "F32"
             trained = adapter[f"{PREFIX}{name}"]
             yield stored, trained if kept else trained.to(torch.bfloat16)
             continue
@@ -270,8 +276,8 @@ def merged_tensors(
             yield stored, table.index_copy(0, torch.tensor(indices[path]), rows)
             continue
         quantized = f"{path}.{STATE_SUFFIX}" in nf4
-        if narrow and not quantized and original.dtype(stored) == "F32":
-            yield stored, original.tensor(stored)  # a router's bias needs its digits
+        if kept and not quantized:
+            yield stored, original.tensor(stored)
             continue
         weight = (
             dequantized_weight(nf4, path)

@@ -16,7 +16,12 @@ from safetensors.torch import load_file
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from workflow.lib.data.encoding.chat_template import without_generation_tags
-from workflow.lib.export.adapter_files import CHAT_TEMPLATE, PREFIX, save_adapter
+from workflow.lib.export.adapter_files import (
+    CHAT_TEMPLATE,
+    PREFIX,
+    replace_in_config,
+    save_adapter,
+)
 from workflow.lib.export.stock_models import ADAPTER_WEIGHTS
 from workflow.lib.model.architecture.adapter_targets import adapter_scale
 from workflow.lib.quantization.nf4_checkpoint import read_settings
@@ -116,7 +121,7 @@ def servable_copy(source: GgufSource, folder: Path) -> Path:
         text = without_generation_tags(template.read_text(encoding="utf-8"))
         template.unlink()
         write_text(template, text)
-        _in_tokenizer_config(folder / "tokenizer_config.json", text)
+        replace_in_config(folder, text)
     return folder
 
 
@@ -126,14 +131,6 @@ def _name_architecture(path: Path) -> None:
     if known is not None and not config.get("architectures"):
         path.unlink()
         write_json(path, config | {"architectures": [known]})
-
-
-def _in_tokenizer_config(path: Path, template: str) -> None:
-    """Replace the template in the tokenizer's settings."""
-    settings = read_settings(path) if path.is_file() else {}
-    if "chat_template" in settings:
-        path.unlink()
-        write_json(path, settings | {"chat_template": template})
 
 
 def scaled_copy(adapter: Path, folder: Path) -> Path:

@@ -137,12 +137,8 @@ def _cast_unquantized_(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Cast unquantized tensors (first trap); the architecture's float32 and buffers stay."""
     fp32_modules = set(model._keep_in_fp32_modules_strict or ())
     for name, parameter in model.named_parameters():
-        quantized = isinstance(parameter, Params4bit)
-        if (
-            parameter.is_floating_point()
-            and not quantized
-            and fp32_modules.isdisjoint(name.split("."))
-        ):
+        plain = parameter.is_floating_point() and not isinstance(parameter, Params4bit)
+        if plain and fp32_modules.isdisjoint(name.split(".")):
             parameter.data = parameter.data.to(dtype)
 
 

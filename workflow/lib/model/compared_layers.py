@@ -6,21 +6,12 @@ choice of experts, which rounding decides where scores are nearly equal."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
-from workflow.lib.model.experts.fused_experts import FusedExperts
-
-
-class Arguments(NamedTuple):
-    """Arguments of `FusedExperts.forward`."""
-
-    hidden_states: torch.Tensor
-    top_k_index: torch.Tensor
-    top_k_weights: torch.Tensor
-
+from workflow.lib.model.experts.fused_experts import Arguments, FusedExperts
 
 Routes = dict[str, Arguments]
 """The last arguments of each layer's experts, by their path."""

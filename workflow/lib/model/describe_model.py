@@ -154,30 +154,23 @@ def describe_config(config: dict[str, Any], *, origin: Path) -> ModelShape:
         with quiet_transformers():
             whole = _whole_config(config, part, origin)
             model = build_config_on_meta(whole, dtype=torch.bfloat16)
-            drop_other_parts_(model)
-            say_quantized_(model)
+            try:
+                drop_other_parts_(model)
+                say_quantized_(model)
+                dtype = str(config.get("dtype", config.get("torch_dtype", "bfloat16")))
+                return _shape(model, dtype=dtype)
+            except UserError as error:
+                raise UserError(f"{origin}: model_type = {whole.model_type!r}: {error}") from None
     except UserError:
         raise
     except UNBUILDABLE as error:
-        raise _unbuildable(error, origin) from None
-    dtype = str(config.get("dtype", config.get("torch_dtype", "bfloat16")))
-    try:
-        with quiet_transformers():
-            return _shape(model, dtype=dtype)
-    except UserError as error:
-        raise UserError(f"{origin}: model_type = {whole.model_type!r}: {error}") from None
-    except UNBUILDABLE as error:
-        raise _unbuildable(error, origin) from None
-
-
-def _unbuildable(error: Exception, origin: Path) -> UserError:
-    said = _first_line(error)
-    if isinstance(error, StrictDataclassError):  # its first line names a function of the library
-        said = " ".join(str(error).split())[:MOST_SAID]
-    return UserError(
-        f"{origin} does not describe a decoder that Transformers {transformers.__version__} "
-        f"can build and run ({type(error).__name__}: {said}). Check model.source."
-    )
+        said = _first_line(error)
+        if isinstance(error, StrictDataclassError):  # its first line names a function
+            said = " ".join(str(error).split())[:MOST_SAID]
+        raise UserError(
+            f"{origin} does not describe a decoder that Transformers {transformers.__version__} "
+            f"can build and run ({type(error).__name__}: {said}). Check model.source."
+        ) from None
 
 
 def _first_line(error: Exception) -> str:
@@ -203,7 +196,8 @@ def _check_class(config: dict[str, Any], origin: Path) -> None:
             f"{origin}: model_type = {name!r} is an encoder-decoder, and this workflow trains "
             "decoders. Choose a causal language model as model.source."
         )
-    classes = [str(one) for one in config.get("architectures") or ()]
+    classes = config.get("architectures")
+    classes = [str(one) for one in classes] if isinstance(classes, list) else []
     if classes and not any(one.endswith(CAUSAL) for one in classes):
         raise UserError(
             f"{origin}: architectures = {classes}: this is no causal language model. "

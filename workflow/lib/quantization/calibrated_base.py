@@ -64,7 +64,7 @@ def calibrated_layers(
     """Quantize every layer into `layer_path(folder, number)`; return the last one's output.
     fingerprint: of all that the result depends on; other work is not resumed."""
     count = len(stream.layers)
-    done, hidden, beside = read_state(folder, fingerprint) or (0, calibration.first_hidden(), {})
+    done, hidden, beside = read_state(folder, fingerprint) or (0, {**calibration.first_hidden}, {})
     for name, values in beside.items():
         for batch, value in zip(calibration.batches[name], values, strict=True):
             batch.beside = {done: value}
@@ -116,10 +116,6 @@ def _write_layer(
             tensors[name] = stream.source_tensor(name)
     with atomic_path(path) as temporary:
         save_file(tensors, temporary, metadata={"format": "pt"})
-
-
-def remove_state(folder: Path) -> None:
-    (folder / STATE).unlink()
 
 
 def write_state(
@@ -318,7 +314,8 @@ def write_calibrated(
     shapes = [batch.input_ids.shape for batch in (*rows, *measured)]
     scores = heads * max(num_rows * width**2 for num_rows, width in shapes)
     check_gpu_memory(stream.layers, inputs.device, scores=scores)
-    tokens = sum(_tokens(batch) for batch in rows)
+    counts = (x.input_ids.numel() if x.counted is None else x.counted.sum() for x in rows)
+    tokens = sum(map(int, counts))
     logger.info(
         "calibrating %d layers with %d tokens; %d held-out documents show what 4 bits cost",
         len(stream.layers), tokens, len(measured),
@@ -327,12 +324,8 @@ def write_calibrated(
     hidden = calibrated_layers(calibration, stream, folder, settings, fingerprint=fingerprint)
     facts = CalibrationFacts(tokens=tokens, heldout=_heldout_losses(calibration, hidden))
     total_bytes = _write_files(folder, inputs, settings, stream)
-    remove_state(folder)
+    (folder / STATE).unlink()
     return total_bytes, facts
-
-
-def _tokens(batch: Batch) -> int:
-    return int(batch.input_ids.numel() if batch.counted is None else batch.counted.sum())
 
 
 def _heldout_losses(calibration: Calibration, hidden: Hidden) -> HeldoutLosses:

@@ -69,15 +69,10 @@ class Calibration:
         """Batches of the calibration rows, and of the measured documents for each model."""
         for model in MODELS:
             self.batches[model] = [batch.for_another_model() for batch in measured]
+        self.first_hidden: Hidden = {}
         for name, batches in self.batches.items():
             self._outside.put_(stored=name != ORIGINAL)
-            stream.record(batches)
-
-    def first_hidden(self) -> Hidden:
-        return {
-            name: [first_hidden(batch) for batch in batches]
-            for name, batches in self.batches.items()
-        }
+            self.first_hidden[name] = [stream.first_hidden(batch).cpu() for batch in batches]
 
     @torch.no_grad()
     def quantize(self, number: int, hidden: Hidden) -> QuantizedLayer:
@@ -228,8 +223,3 @@ def put_absmax_(part: nn.Module, settings: QuantizeConfig) -> None:
     for stack in loaded_stacks(part).values():
         for number, weight in enumerate(absmax_experts(stack, settings)):
             stack.replace_(number, weight)
-
-
-def first_hidden(batch: Batch) -> torch.Tensor:
-    assert batch.first_hidden is not None, "the stream has recorded this batch"
-    return batch.first_hidden.cpu()

@@ -39,10 +39,9 @@ def counted_tokens(counted: torch.Tensor | None, documents: Documents | None) ->
     if documents is None or documents.order is None:
         return Counted(whole)
     of_tokens = torch.ones_like(documents.order, dtype=torch.bool) if whole is None else whole
-    places = sum(count * length for count, length in documents.shapes)
-    at_places = torch.zeros(places, dtype=torch.bool, device=of_tokens.device)
-    at_places[documents.order] = of_tokens  # padding does not count
     sizes = [count * length for count, length in documents.shapes]
+    at_places = torch.zeros(sum(sizes), dtype=torch.bool, device=of_tokens.device)
+    at_places[documents.order] = of_tokens  # padding does not count
     return Counted(whole, at_places.split(sizes))
 
 
@@ -55,7 +54,7 @@ def groups_by_input(parts: dict[str, nn.Module], run: Run) -> list[list[str]]:
     by_input: dict[int, list[str]] = {}
     alive: list[torch.Tensor] = []  # a freed input would give its address to the next one
 
-    def look(path: str, features: torch.Tensor) -> None:
+    def look(path: str, features: torch.Tensor, *_: Any) -> None:
         alive.append(features)
         if not any(path in group for group in by_input.values()):
             by_input.setdefault(id(features), []).append(path)
@@ -84,20 +83,22 @@ def input_correlation(
             inputs += len(rows)
 
         _with_inputs({path: linear}, add, run)
-    if not total.isfinite().all():
+    _check_finite(total, path)
+    return total / max(1, inputs)
+
+
+def _check_finite(values: torch.Tensor, path: str) -> None:
+    if not values.isfinite().all():
         raise UserError(
             f"calibration: {path} sees values that are not finite (in the type of activations of "
             "this device). Is model.source whole? Else set quantize.method: absmax"
         )
-    return total / max(1, inputs)
 
 
-def _with_inputs(
-    parts: dict[str, nn.Module], look: Callable[[str, torch.Tensor], None], run: Run
-) -> None:
-    """Call `run`; at each call of a part, `look` gets its path and its input."""
+def _with_inputs(parts: dict[str, nn.Module], look: Callable[..., None], run: Run) -> None:
+    """Call `run`; at each call of a part, `look` gets its path and its inputs."""
     hooks = [
-        part.register_forward_pre_hook(lambda _, inputs, path=path: look(path, inputs[0]))
+        part.register_forward_pre_hook(lambda _, inputs, path=path: look(path, *inputs))
         for path, part in parts.items()
     ]
     try:
@@ -148,20 +149,13 @@ def expert_tokens(
     chosen: list[torch.Tensor] = []
     for run, counted in runs:
 
-        def keep(module: nn.Module, inputs: tuple[Any, ...], counted: Counted = counted) -> None:
-            hidden, index, *_ = inputs
+        def keep(
+            _: str, hidden: torch.Tensor, index: torch.Tensor, *__: Any, counted: Counted = counted
+        ) -> None:
             states.append(counted.of(hidden, call=0).cpu())
             chosen.append(counted.of(index, call=0).cpu())
 
-        hook = experts.register_forward_pre_hook(keep)
-        try:
-            run()
-        finally:
-            hook.remove()
+        _with_inputs({path: experts}, keep, run)
     found = ExpertTokens(torch.cat(states), torch.cat(chosen))
-    if not found.states.isfinite().all():
-        raise UserError(
-            f"calibration: {path} sees values that are not finite (in the type of activations of "
-            "this device). Is model.source whole? Else set quantize.method: absmax"
-        )
+    _check_finite(found.states, path)
     return found

@@ -6,7 +6,7 @@ after the layers are the family's own. Hidden states and `Batch.beside` are kept
 layer may return more (tokens that an indexer chose, states of its router), and put tensors into a
 mapping for all layers (keys and values that later layers attend to)."""
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -153,8 +153,6 @@ class Batch:
     """int64, shape (rows, tokens): 0 where a document begins. None: one document a row."""
     counted: torch.Tensor | None = None
     """bool, shape (rows, tokens): the calibration tokens. None: all."""
-    first_hidden: torch.Tensor | None = None
-    """Input of the first layer, shape (rows, tokens, hidden)."""
     beside: dict[int, Beside] = field(default_factory=lambda: {0: Beside()})
     """A layer's inputs besides hidden states, by its number; of one layer, or of two."""
 
@@ -300,12 +298,11 @@ class LayerStream:
             layer.to("meta")
 
     @torch.no_grad()
-    def record(self, batches: Sequence[Batch]) -> None:
-        """Record the inputs of the first layer for all batches."""
-        for batch in batches:
-            given = self._take(_Turn(0), batch).given
-            assert given is not None, "a family's forward calls each of its layers"
-            batch.first_hidden = hidden_in(given)
+    def first_hidden(self, batch: Batch) -> torch.Tensor:
+        """Return the input (rows, tokens, hidden) of the first layer for a batch."""
+        given = self._take(_Turn(0), batch).given
+        assert given is not None, "a family's forward calls each of its layers"
+        return hidden_in(given)
 
     @torch.no_grad()
     def run(self, number: int, batch: Batch, hidden: torch.Tensor) -> torch.Tensor:

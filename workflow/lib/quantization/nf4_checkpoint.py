@@ -151,22 +151,18 @@ def quantized_tensors(
     """Yield the name of every source tensor (or of `names`), and its replacement. linears: of
     `quantizable_linears`; stacks: of `expert_stacks`, by expert."""
     for name in reader.names() if names is None else names:
+        path = name if name in stacks else name.removesuffix(".weight")
         if name in stacks:
             parts = quantize_stack(
                 reader.experts(name), settings, device=device, transposed=stacks[name].transposed
             )
-            yield name, {f"{name}.{suffix}": part for suffix, part in parts.items()}
+        elif path == name or path not in linears:
+            yield name, {name: reader.tensor(name)}
             continue
-        path = name.removesuffix(".weight")
-        stored = reader.nf4_parts(name) if path in linears else None
-        if stored is not None:  # kept unchanged
-            yield name, {f"{path}.{suffix}": part for suffix, part in stored.items()}
-            continue
-        weight = reader.tensor(name)
-        if path == name or path not in linears:
-            yield name, {name: weight}
-            continue
-        parts = quantize_tensor(weight, settings, device=device)
+        elif (stored := reader.nf4_parts(name)) is not None:
+            parts = stored  # kept unchanged
+        else:
+            parts = quantize_tensor(reader.tensor(name), settings, device=device)
         yield name, {f"{path}.{suffix}": part for suffix, part in parts.items()}
 
 

@@ -16,7 +16,7 @@ from workflow.lib.distributed.work_sharing import shared_out
 from workflow.lib.distributed.world import World
 from workflow.lib.model.nf4_model import build_on_meta
 from workflow.lib.model.published.converted_reader import ConvertedReader
-from workflow.lib.quantization.calibration import document_losses, first_hidden
+from workflow.lib.quantization.calibration import document_losses
 from workflow.lib.quantization.layer_stream import Batch, LayerStream
 from workflow.lib.scores.scoring import Row, scores_of
 from workflow.lib.scores.store import Scores
@@ -93,8 +93,7 @@ def through_layers(
     batch before the first layer, and in every layer."""
     hidden = []
     for batch in batches:
-        stream.record([batch])
-        hidden.append(first_hidden(batch))
+        hidden.append(stream.first_hidden(batch).cpu())
         moved()
     for number in range(len(stream.layers)):
         with stream.loaded(number):

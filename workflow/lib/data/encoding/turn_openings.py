@@ -130,6 +130,10 @@ class TurnOpenings:
         if not text.startswith(begun):
             piece = begun[len(begun) - opening.shared :]
             found = text.rfind(piece)
+            if found < 0 and reasoning_of(message) and OPENED.search(piece):
+                piece = OPENED.sub("", piece)  # the text has its own beginning, or none
+                if piece and (found := text.rfind(piece)) >= 0:
+                    return _behind(prompt, text[found + len(piece) :])
             if found < 0:
                 raise _not_found(index)
             start = found + len(piece)
@@ -138,8 +142,7 @@ class TurnOpenings:
         rest = text[start + len(opening.header) :]
         closes = opening.close is not None or opening.kept.strip() == END_OF_REASONING
         if closes and rest.lstrip().startswith(BEGIN_OF_REASONING):  # the text's own, as it stands
-            begun = rest.lstrip().removeprefix(BEGIN_OF_REASONING)
-            return begun.lstrip("\n") if prompt.endswith("\n") else begun
+            return _behind(prompt, rest)
         if opening.close is not None:
             return reasoning_of(message) + opening.close + rest.lstrip("\n")
         return opening.kept + rest
@@ -250,6 +253,12 @@ def _without(text: str, tags: Collection[str]) -> str:
     for tag in sorted(tags, key=len, reverse=True):
         text = text.replace(tag, "")
     return text
+
+
+def _behind(prompt: str, rest: str) -> str:
+    """Return a text without its own beginning of the reasoning that the prompt opens."""
+    begun = rest.lstrip().removeprefix(BEGIN_OF_REASONING)
+    return begun.lstrip("\n") if prompt.endswith("\n") else begun
 
 
 def _not_found(index: int) -> RowError:

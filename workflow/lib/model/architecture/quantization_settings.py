@@ -75,10 +75,12 @@ def quantization_of(config: Mapping[str, Any], path: Path) -> Mapping[str, Any] 
     settings = said_of_quantization(config)
     if settings is None:
         return None
-    if not isinstance(settings, Mapping):
+    method = settings.get(METHOD) if isinstance(settings, Mapping) else None
+    if not isinstance(settings, Mapping) or not isinstance(method, str | None):
+        said = f".{METHOD} = {method!r}" if method else f" = {settings!r}"
         raise UserError(
-            f"{path}: {QUANTIZATION} = {settings!r}: it must be an object or null. Give the "
-            "config.json that belongs to the checkpoint (model.source)."
+            f"{path}: {QUANTIZATION}{said}: it must be {'a text' if method else 'an object'} or "
+            "null. Give the config.json that belongs to the checkpoint (model.source)."
         )
     files = sorted(path.parent.glob("*.safetensors"))
     tensors = read_headers(files)
@@ -142,4 +144,5 @@ def said_of_quantization(config: Mapping[str, Any]) -> Any:
     part = config.get(TEXT_PART)
     inner = part.get(QUANTIZATION) if isinstance(part, Mapping) else None
     by_mlx = config.get(MLX)
-    return config.get(QUANTIZATION) or inner or (isinstance(by_mlx, Mapping) and by_mlx) or None
+    said = (config.get(QUANTIZATION), inner, by_mlx if isinstance(by_mlx, Mapping) else None)
+    return next((x for x in said if x is not None and x != {}), None)

@@ -10,7 +10,7 @@ A family's class is compared on random values of all magnitudes, and refused if 
 import copy
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from bitsandbytes.functional import quantize_4bit
@@ -89,6 +89,14 @@ def _agree(function: Callable[[torch.Tensor], torch.Tensor], form: GateForm) -> 
         at=magnitudes(function),
         tolerance=1e-6,
     )
+
+
+class Arguments(NamedTuple):
+    """Arguments of `FusedExperts.forward`."""
+
+    hidden_states: torch.Tensor
+    top_k_index: torch.Tensor
+    top_k_weights: torch.Tensor
 
 
 class FusedExperts(nn.Module):

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from workflow.lib.model.experts.fused_experts import FusedExperts
+from workflow.lib.model.experts.fused_experts import Arguments, FusedExperts
 from workflow.lib.model.tried_classes.magnitudes import agree, magnitudes
 from workflow.lib.system.errors import UserError
 
@@ -191,17 +191,11 @@ class _BalancedLayer:
             return None
         assert isinstance(experts, FusedExperts)
         logits, self._logits = self._logits, None
-        hidden, index, weights = _in_order(*args, **kwargs)
+        hidden, index, weights = Arguments(*args, **kwargs)
         assert logits.shape == (len(hidden), experts.num_experts), "these are no router's logits"
         self._balance.count(logits.detach())
         weighed = _Balanced.apply(weights, logits, self._balance)  # type: ignore[no-untyped-call]
         return (hidden, index, weighed), {}
-
-
-def _in_order(
-    hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return hidden_states, top_k_index, top_k_weights
 
 
 class _Balanced(torch.autograd.Function):

@@ -213,17 +213,7 @@ class LinearCrossEntropy(nn.Module):
         (rows, 2), and the gradient is that of `distilled_loss`."""
         states, targets = hidden[rows], targets[rows]
         weights = None if weights is None else weights[rows]
-        if teacher is not None:
-            leaf, logits = self.leaf_and_logits(states, trained)
-            outcomes = Outcomes(logits.detach(), targets, teacher.of(rows))
-            numbers = outcomes.numbers()
-            if not torch.is_grad_enabled():
-                return outcomes.losses(numbers), None
-            (grad,) = torch.autograd.grad(logits, leaf, outcomes.slopes(numbers))
-            if trained is not None:
-                grad = trained.backward(states, grad, weights)
-            return outcomes.losses(numbers), grad
-        if self.by_kernels(states):
+        if teacher is None and self.by_kernels(states):
             fused = self.fused_logits(states, trained)
             log_sums, chosen = fused.sums(targets)
             losses = (log_sums - chosen).masked_fill(targets == IGNORED, 0.0)
@@ -232,11 +222,19 @@ class LinearCrossEntropy(nn.Module):
             slopes = fused.slopes(log_sums, targets)
             return losses, self.states_gradient(slopes, states, weights, trained)
         leaf, logits = self.leaf_and_logits(states, trained)
-        losses = nn.functional.cross_entropy(logits, targets, reduction="none")
-        del logits  # else they stay in memory in backward, which needs their log-softmax alone
-        if not torch.is_grad_enabled():
-            return losses, None
-        (grad,) = torch.autograd.grad(losses.sum(), leaf)
+        if teacher is not None:
+            outcomes = Outcomes(logits.detach(), targets, teacher.of(rows))
+            numbers = outcomes.numbers()
+            losses = outcomes.losses(numbers)
+            if not torch.is_grad_enabled():
+                return losses, None
+            (grad,) = torch.autograd.grad(logits, leaf, outcomes.slopes(numbers))
+        else:
+            losses = nn.functional.cross_entropy(logits, targets, reduction="none")
+            del logits  # else they stay in memory in backward, which needs their log-softmax alone
+            if not torch.is_grad_enabled():
+                return losses, None
+            (grad,) = torch.autograd.grad(losses.sum(), leaf)
         if trained is not None:
             grad = trained.backward(states, grad, weights)
         return losses.detach(), grad

@@ -5,7 +5,7 @@ Gemma 2 caps it. In the trial the class's own forward gets given states in place
 and a head that returns what it gets: the result is the form itself, at many magnitudes at once."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -69,20 +69,22 @@ def _logits(
     """Return what the owner of a head makes of states (rows, width) that its head returns plus
     `bias`, in their shape."""
     given = _States(last_hidden_state=states[None])
-    with ExitStack() as stack, torch.no_grad():
-        for decoder in {owner.base_model, model.get_decoder()} - {owner}:
-            stack.enter_context(_calling(decoder, lambda *_, **__: given))
-        stack.enter_context(_calling(head, lambda x: x + bias))
-        ids = torch.zeros(1, len(states), dtype=torch.long)
+    forwards: dict[nn.Module, Callable[..., Any]] = dict.fromkeys(
+        {owner.base_model, model.get_decoder()} - {owner}, lambda *_, **__: given
+    )
+    ids = torch.zeros(1, len(states), dtype=torch.long)
+    with _calling(forwards | {head: lambda x: x + bias}), torch.no_grad():
         made: torch.Tensor = owner(input_ids=ids, use_cache=False, return_dict=True).logits[0]
     return made
 
 
 @contextmanager
-def _calling(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Within the block a module calls this function as its forward."""
-    module.forward = forward
+def _calling(forwards: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Within the block modules call these functions as their forward."""
+    for module, forward in forwards.items():
+        module.forward = forward
     try:
         yield
     finally:
-        del module.forward
+        for module in forwards:
+            del module.forward

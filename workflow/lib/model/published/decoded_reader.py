@@ -264,7 +264,8 @@ class DecodedReader(CheckpointReader):
             if name.endswith(MX_BLOCKS) and name.removesuffix(MX_BLOCKS) + MX_SCALES in stored
         }
         self._nf4 = {name.removesuffix(NF4_STATE) for name in stored if name.endswith(NF4_STATE)}
-        said = _said(folder)
+        config = folder / "config.json"
+        said = (said_of_quantization(read_bounded(config)) if config.is_file() else None) or {}
         self._block_size = _block_size(said) if self._fp8 else None
         self._linears = packed_linears(self._tensors, said)
         hidden = {f"{name}{FP8_SCALE}" for name in self._fp8}
@@ -381,14 +382,6 @@ class DecodedReader(CheckpointReader):
         state = QuantState.from_dict(named, device=torch.device("cpu"))
         state.dtype = torch.float32
         return decoded(packed, state).to(torch.bfloat16)
-
-
-def _said(folder: Path) -> dict[str, Any]:
-    """Return the quantization settings of config.json."""
-    path = folder / "config.json"
-    config: dict[str, Any] = read_bounded(path) if path.is_file() else {}
-    said: dict[str, Any] = said_of_quantization(config) or {}
-    return said
 
 
 def _block_size(said: dict[str, Any]) -> tuple[int, int] | None:
