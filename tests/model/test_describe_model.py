@@ -108,7 +108,6 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
         SIZES | {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
         ["architectures = ['BertForMaskedLM']: this is no causal language model"],
     ),
-    (SIZES | {"model_type": "llama", "architectures": 5}, ["Transformers", "'architectures'"]),
     (SIZES | {"model_type": "vit"}, ["'vit'", "has no causal language model of this type"]),
     (
         SIZES | GEMMA4 | {"model_type": "gemma3n_text", "laurel_rank": 8},

@@ -3,11 +3,12 @@
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
-from tests.support.families import tiny_family
+from tests.support.families import multimodal, tiny_family, tiny_model
 from tests.support.models import tiny_llama
-from workflow.lib.model.nf4_model import build_on_meta
+from workflow.lib.model.decoder_layers import other_parts
+from workflow.lib.model.nf4_model import auto_class, build_on_meta
 from workflow.lib.model.published.converted_reader import ConvertedReader, ModuleNames
 from workflow.lib.system.errors import UserError
 
@@ -62,3 +63,17 @@ def test_tensor_that_the_model_has_no_place_for_keeps_its_name(tmp_path):
         assert torch.equal(reader.tensor("extra.weight"), torch.ones(3))
         with pytest.raises(UserError, match=r"has no tensor 'no\.weight'"):
             reader.tensor("no.weight")
+
+
+@pytest.mark.skipif("qianfan_ocr" not in CONFIG_MAPPING, reason="Transformers is older")
+def test_tower_whose_queries_keys_and_values_are_stored_as_one_is_read(tmp_path):
+    made = multimodal("qwen3", {"use_qk_norm": False})
+    config = AutoConfig.for_model("qianfan_ocr", **made)
+    folder = tiny_model(config, tmp_path / "model")
+    model, loaded = meta_model(folder), auto_class(config).from_pretrained(folder)
+    with ConvertedReader(folder, model) as reader:
+        assert not any("k_proj" in x for x in reader.stored_shapes() if "vision" in x)
+        for path, param in loaded.named_parameters():
+            assert torch.equal(reader.tensor(path), param)
+        assert reader.divided(other_parts(model)) is None
+        assert "vision_tower" in (reader.divided([]) or "")

@@ -26,6 +26,7 @@ from workflow.lib.distributed.sharded_files import DamagedError, read_whole
 from workflow.lib.export.packed_stacks import dequantized_weight
 from workflow.lib.model.architecture.adapter_targets import adapter_scale
 from workflow.lib.model.architecture.routers import CORRECTION
+from workflow.lib.model.architecture.stack_names import PREFIX
 from workflow.lib.model.layers.expert_stacks import ExpertStack
 from workflow.lib.model.layers.nf4_linear import STATE_SUFFIX
 from workflow.lib.model.safetensors_reader import CheckpointReader
@@ -41,7 +42,6 @@ from workflow.lib.system.artifact_files import read_artifact
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import atomic_path, write_json, write_text
 
-PREFIX = "base_model.model."
 CHAT_TEMPLATE = "chat_template.jinja"
 GENERATION_CONFIG = "generation_config.json"
 # The adapter's folder has the same files for every run; without a template conversations fail.

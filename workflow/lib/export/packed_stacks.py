@@ -140,6 +140,7 @@ class NF4Tensor(torch.Tensor):
 
     packed: torch.Tensor
     state: QuantState
+    stored_shape: tuple[int, ...]
     transposed: bool
 
     @staticmethod
@@ -156,18 +157,9 @@ class NF4Tensor(torch.Tensor):
         made: NF4Tensor = torch.Tensor._make_wrapper_subclass(
             cls, (*experts, *last), dtype=state.dtype, device=packed.device
         )
+        made.packed, made.state = packed, state
+        made.stored_shape, made.transposed = shape, transposed
         return made
-
-    def __init__(
-        self,
-        packed: torch.Tensor,
-        state: QuantState,
-        shape: tuple[int, ...],
-        *,
-        transposed: bool = False,
-    ) -> None:
-        self.packed, self.state = packed, state
-        self.stored_shape, self.transposed = shape, transposed
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch's would print the weights
         return f"NF4Tensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"

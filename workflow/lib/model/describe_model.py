@@ -48,6 +48,7 @@ from workflow.lib.model.published.loading import (
     first_weight,
     is_tied,
     quiet_transformers,
+    said_by,
 )
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import file_sha256
@@ -80,7 +81,6 @@ UNBUILDABLE = (
     ImportError,
     StrictDataclassError,
 )
-MOST_SAID = 300  # characters of an error of Transformers
 STORED = {"float32": "F32", "float16": "F16"}
 
 logger = logging.getLogger("workflow")
@@ -135,8 +135,7 @@ def _check_generation(folder: Path) -> None:
     except (OSError, *UNBUILDABLE) as error:
         raise UserError(
             f"{path}: Transformers {transformers.__version__} cannot read it "
-            f"({type(error).__name__}: {_first_line(error)}). Correct it, or remove it from a copy "
-            "of the folder."
+            f"({said_by(error)}). Correct it, or remove it from a copy of the folder."
         ) from None
 
 
@@ -164,18 +163,10 @@ def describe_config(config: dict[str, Any], *, origin: Path) -> ModelShape:
     except UserError:
         raise
     except UNBUILDABLE as error:
-        said = _first_line(error)
-        if isinstance(error, StrictDataclassError):  # its first line names a function
-            said = " ".join(str(error).split())[:MOST_SAID]
         raise UserError(
             f"{origin} does not describe a decoder that Transformers {transformers.__version__} "
-            f"can build and run ({type(error).__name__}: {said}). Check model.source."
+            f"can build and run ({said_by(error)}). Check model.source."
         ) from None
-
-
-def _first_line(error: Exception) -> str:
-    said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return said[:MOST_SAID]
 
 
 def _check_class(config: dict[str, Any], origin: Path) -> None:
@@ -196,12 +187,12 @@ def _check_class(config: dict[str, Any], origin: Path) -> None:
             f"{origin}: model_type = {name!r} is an encoder-decoder, and this workflow trains "
             "decoders. Choose a causal language model as model.source."
         )
-    classes = config.get("architectures")
-    classes = [str(one) for one in classes] if isinstance(classes, list) else []
+    said = config.get("architectures")
+    classes = [str(one) for one in said] if isinstance(said, list) else []
     if classes and not any(one.endswith(CAUSAL) for one in classes):
         raise UserError(
-            f"{origin}: architectures = {classes}: this is no causal language model. "
-            "Choose one as model.source."
+            f"{origin}: architectures = {classes}: this is no causal language model by the name of "
+            f"its class ({', '.join(CAUSAL)}). Choose one as model.source."
         )
 
 

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from workflow.lib.model.architecture.adapter_targets import adapter_ranks
+from workflow.lib.model.architecture.stack_names import PREFIX
 from workflow.lib.model.experts.expert_matmul import FusedLoraStack
 from workflow.lib.model.layers.lora_linear import ADAPTER, FusedLoraLinear
 from workflow.lib.model.layers.nf4_linear import NF4Linear, nf4_linears
@@ -38,7 +39,6 @@ from workflow.lib.settings.config import LoraSettings
 from workflow.lib.system.errors import setting_error
 from workflow.lib.system.files import short_hash
 
-PREFIX = "base_model.model."  # PEFT's, of every name
 IN_16_BITS = "llm_int8_skip_modules"  # Transformers' name for modules that stay in 16 bits
 
 
@@ -189,8 +189,7 @@ def init_adapters_(model: nn.Module, *, seed: int, base: Path) -> None:
     processes. Every A has its own generator, seeded by (seed, name); each process keeps its slice.
     DoRA's magnitudes are the row norms of the NF4 weights in the folder `base`. Modules that are
     trained whole and trained rows begin with the base's values."""
-    _init_magnitudes_(model, base)
-    _init_rows_(model, base)
+    _init_from_base_(model, base)
     for name, param in trainable_parameters(model).items():
         if ".lora_" not in name or name.endswith(".lora_magnitude_vector"):
             continue
@@ -208,28 +207,23 @@ def init_adapters_(model: nn.Module, *, seed: int, base: Path) -> None:
         local(param).copy_(full[start:stop])
 
 
-def _init_magnitudes_(model: nn.Module, base: Path) -> None:
-    """Fill this process's slice of DoRA's magnitudes, if there are any."""
+def _init_from_base_(model: nn.Module, base: Path) -> None:
+    """Fill this process's slice of DoRA's magnitudes and of the trained rows of embedding and head,
+    if there are any."""
     with CheckpointReader(base) as reader:
         for path, layer in model.named_modules():
+            name = path.partition(PREFIX)[2]
+            if isinstance(layer, TrainedRows):
+                layer.load_(reader, f"{name.removesuffix(f'.{ROWS}')}.weight")
             if not isinstance(layer, FusedLoraLinear) or not layer.lora_variant:
                 continue
-            stored = checkpoint_name(path[path.index(PREFIX) + len(PREFIX) :])
+            stored = checkpoint_name(name)
             magnitude, linear = layer.fused_magnitude(), layer.get_base_layer()
             assert isinstance(linear, NF4Linear)
             start, stop = local_range(magnitude)
             norms = read_row_norms(linear, stored, reader, start=start, stop=stop)
             _check_lengths(norms, stored, first_row=start)
             local(magnitude).copy_(norms)
-
-
-def _init_rows_(model: nn.Module, base: Path) -> None:
-    """Fill this process's slice of the trained rows of embedding and head, if there are any."""
-    with CheckpointReader(base) as reader:
-        for path, rows in model.named_modules():
-            if isinstance(rows, TrainedRows):
-                table = path[path.index(PREFIX) + len(PREFIX) :].removesuffix(f".{ROWS}")
-                rows.load_(reader, f"{table}.weight")
 
 
 def _check_lengths(norms: torch.Tensor, path: str, *, first_row: int) -> None:

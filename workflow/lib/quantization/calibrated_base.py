@@ -113,7 +113,7 @@ def _write_layer(
             )
             tensors |= {f"{prefix}.{linear}.{suffix}": part for suffix, part in parts.items()}
         else:
-            tensors[name] = stream.source_tensor(name)
+            tensors[name] = stream.reader.tensor(name)
     with atomic_path(path) as temporary:
         save_file(tensors, temporary, metadata={"format": "pt"})
 

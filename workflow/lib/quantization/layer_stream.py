@@ -235,7 +235,7 @@ class LayerStream:
         attention: str | None = None,
     ) -> None:
         """attention: of rows of one document; None: stock Transformers' for the model."""
-        self._reader, self._device = reader, device
+        self.reader, self._device = reader, device
         self._alone = attention or attention_of(folder)
         needs = replace(read_attention_needs(folder), dropout=0.0)
         self.attention_of_packed = resolve_training_attention(
@@ -264,7 +264,7 @@ class LayerStream:
         allocate_(module, device=self._device)
         compute_buffers_(self.model, module)  # first: it may draw random weights too
         for name, tensor in [*module.named_parameters(), *stored_buffers(module)]:
-            tensor.data.copy_(self._reader.tensor(f"{prefix}.{name}" if prefix else name))
+            tensor.data.copy_(self.reader.tensor(f"{prefix}.{name}" if prefix else name))
 
     @property
     def eager_heads(self) -> int:
@@ -276,14 +276,11 @@ class LayerStream:
     def stored_names(self, number: int) -> list[str]:
         """Return the names of a layer's tensors in the checkpoint."""
         prefix = self.prefixes[number] + "."
-        return [name for name in self._reader.names() if name.startswith(prefix)]
-
-    def source_tensor(self, name: str) -> torch.Tensor:
-        return self._reader.tensor(name)
+        return [name for name in self.reader.names() if name.startswith(prefix)]
 
     def source_type(self, name: str) -> torch.dtype:
         """Return the type of a tensor of the checkpoint without reading it."""
-        return TORCH_TYPES[self._reader.dtype(name)]
+        return TORCH_TYPES[self.reader.dtype(name)]
 
     @contextmanager
     def loaded(self, number: int) -> Iterator[nn.Module]:

@@ -9,7 +9,6 @@ distinguishes them. Its scales are nested after all experts have theirs: the mea
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from bitsandbytes.functional import (
@@ -109,11 +108,8 @@ def check_blocks(stacks: Mapping[str, ExpertStack], settings: QuantizeConfig) ->
             )
 
 
-class ExpertCodes(NamedTuple):
-    """An expert in NF4: codes (out * in / 2, 1) uint8 (CPU), and fp32 scales by block (device)."""
-
-    packed: torch.Tensor
-    scales: torch.Tensor
+ExpertCodes = tuple[torch.Tensor, torch.Tensor]
+"""An expert in NF4: codes (out * in / 2, 1) uint8 (CPU), and fp32 scales by block (device)."""
 
 
 def quantize_expert(weight: torch.Tensor, settings: QuantizeConfig) -> ExpertCodes:
@@ -123,7 +119,7 @@ def quantize_expert(weight: torch.Tensor, settings: QuantizeConfig) -> ExpertCod
         compress_statistics=False,
         quant_type="nf4",
     )
-    return ExpertCodes(packed.cpu(), state.absmax)
+    return packed.cpu(), state.absmax
 
 
 def stack_tensors(

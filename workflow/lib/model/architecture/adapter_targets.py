@@ -30,8 +30,7 @@ def adapter_ranks(
     except ExcessError as excess:
         raise UserError(
             f"lora.target_modules, rank_pattern or alpha_pattern: a regular expression {excess} to "
-            "match the "
-            "model's layers. Write it without repetitions within repetitions, such as (a+)+."
+            "match the model's layers. Write it without repetitions within repetitions, as (a+)+."
         ) from None
     _check_experts(lora, [path for path in stacks if path in ranks])
     return ranks
@@ -74,7 +73,7 @@ def _adapter_ranks(lora: LoraSettings, paths: list[str], stacks: list[str]) -> d
             _check_patterns(setting, getattr(lora, setting), chosen=chosen)
     except UserError as error:
         raise UserError(f"{error}{_naming_of_experts(stacks)}") from None
-    return {path: int(_by_pattern(lora.rank_pattern, path, lora.r)) for path in chosen}
+    return {path: int(by_pattern(lora.rank_pattern, path, lora.r)) for path in chosen}
 
 
 def _naming_of_experts(stacks: list[str]) -> str:
@@ -92,9 +91,9 @@ def adapter_scale(lora: Mapping[str, Any], path: str) -> float:
     """Return the factor of B A at `path`: alpha / r, or alpha / sqrt(r) (rsLoRA); lora: PEFT's."""
     patterns = {key: lora.get(key) or {} for key in ("rank_pattern", "alpha_pattern")}
     assert all(isinstance(pattern, Mapping) for pattern in patterns.values())
-    rank = _by_pattern(patterns["rank_pattern"], path, lora["r"])
-    alpha = _by_pattern(patterns["alpha_pattern"], path, lora["lora_alpha"])
-    return alpha / (rank**0.5 if lora["use_rslora"] else rank)
+    rank = by_pattern(patterns["rank_pattern"], path, lora["r"])
+    alpha = by_pattern(patterns["alpha_pattern"], path, lora["lora_alpha"])
+    return float(alpha / (rank**0.5 if lora["use_rslora"] else rank))
 
 
 @dataclass(frozen=True)
@@ -175,14 +174,9 @@ def _is_target(targets: tuple[str, ...] | str, path: str) -> bool:
     return any(path == target or path.endswith(f".{target}") for target in targets)
 
 
-def by_pattern(patterns: Mapping[str, float], path: str) -> float | None:
-    """Return the value of the first pattern that matches the end of `path`; None without one."""
-    return next((value for key, value in patterns.items() if _ends_with(key, path)), None)
-
-
-def _by_pattern(patterns: Mapping[str, float], path: str, default: float) -> float:
-    value = by_pattern(patterns, path)
-    return default if value is None else value
+def by_pattern(patterns: Mapping[str, Any], path: str, default: Any = None) -> Any:
+    """Return the value of the first pattern that matches the end of `path`, or the default."""
+    return next((value for key, value in patterns.items() if _ends_with(key, path)), default)
 
 
 def _ends_with(pattern: str, path: str) -> bool:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from workflow.lib.kernels.loss.fused_logits import LogitForm
+from workflow.lib.model.decoder_layers import decoder_layers
 from workflow.lib.model.loss.chunked_loss import OutputHead
 from workflow.lib.model.tried_classes.magnitudes import alike, magnitudes
 from workflow.lib.system.errors import UserError
@@ -45,10 +46,15 @@ def tried_head(model: PreTrainedModel, *, fused: bool = True) -> OutputHead:
         capped = abs(most - scale * LARGE) > TOLERANCE * abs(scale) * LARGE
         form = LogitForm(scale, most if capped else None)
         found = OutputHead(head, *form, fused)
-        known = all(map(_alike, logits, found.finished(states)))
-        if getattr(head, "bias", None) is not None:
-            moved = _logits(model, owner, head, states, bias=1.0)
-            known = known and all(map(_alike, moved, found.finished(states + 1.0)))
+        known = all(
+            alike(x.float(), y, tolerance=TOLERANCE)
+            for bias in ((0.0,) if getattr(head, "bias", None) is None else (0.0, 1.0))
+            for x, y in zip(
+                _logits(model, owner, head, states, bias=bias),
+                found.finished(states + bias),
+                strict=True,
+            )
+        )
     except (TypeError, AttributeError, RuntimeError, LookupError, ValueError):
         known = False
     if not known:
@@ -59,19 +65,15 @@ def tried_head(model: PreTrainedModel, *, fused: bool = True) -> OutputHead:
     return found
 
 
-def _alike(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    return alike(found.float(), expected, tolerance=TOLERANCE)
-
-
 def _logits(
     model: PreTrainedModel, owner: Any, head: nn.Module, states: torch.Tensor, *, bias: float
 ) -> torch.Tensor:
     """Return what the owner of a head makes of states (rows, width) that its head returns plus
     `bias`, in their shape."""
     given = _States(last_hidden_state=states[None])
-    forwards: dict[nn.Module, Callable[..., Any]] = dict.fromkeys(
-        {owner.base_model, model.get_decoder()} - {owner}, lambda *_, **__: given
-    )
+    layer = decoder_layers(model)[0]
+    around = {x for x in owner.modules() if layer in {*x.modules()}} - {owner, layer}
+    forwards: dict[nn.Module, Callable[..., Any]] = dict.fromkeys(around, lambda *_, **__: given)
     ids = torch.zeros(1, len(states), dtype=torch.long)
     with _calling(forwards | {head: lambda x: x + bias}), torch.no_grad():
         made: torch.Tensor = owner(input_ids=ids, use_cache=False, return_dict=True).logits[0]

@@ -5,7 +5,7 @@ Transformers' own conversions are applied to one tensor, or one expert, at a tim
 
 import copy
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +47,6 @@ class ModuleNames:
         """Return the model's name for a stored tensor, or for a part's whole; else its own name."""
         return self.named(stored)[0]
 
-    def has_place(self, name: str) -> bool:
-        """Tell whether the model has a tensor of this name."""
-        return name in self._places
-
     def owner(self, name: str) -> str:
         """Return the name of a tied tensor among a model's parameters."""
         return self._tied.get(name, name)
@@ -68,6 +64,18 @@ class ModuleNames:
             if name in self._places:
                 return name, pattern
         return stored, None
+
+    def made_of(self, stored: str) -> list[tuple[str, str | None]]:
+        """Return `named` of all tensors of the model in a stored one: a tower's q, k and v are one
+        in some checkpoints."""
+        name, pattern = self.named(stored)
+        targets = [] if pattern is None else self.converter({pattern}).target_patterns
+        names = [name, *(name.replace(targets[0], other) for other in targets[1:])]
+        return [(one, pattern) for one in names if one in self._places]
+
+    def converter(self, patterns: Set[str | None]) -> WeightConverter:
+        """Return the conversion of patterns; Kimi K2.5's table has its text part's twice."""
+        return next(rule for rule in self.converters if patterns & {*rule.source_patterns})
 
     def size(self, name: str) -> tuple[int, ...]:
         """Return the shape that a tensor has in the model."""
@@ -92,10 +100,10 @@ class ConvertedReader(DecodedReader):
         """By name: its stored tensors, each with the converter's pattern."""
         self.left: list[str] = []
         for stored in sorted(super().names(), key=natural_order):
-            name, pattern = self._names.named(stored)
-            if self._names.has_place(name):
+            made = self._names.made_of(stored)
+            for name, pattern in made:
                 self._stored.setdefault(name, []).append((stored, pattern))
-            else:
+            if not made:
                 self.left.append(stored)
         for name in [name for name in self._stored if self._names.owner(name) != name]:
             parts = self._stored.pop(name)
@@ -243,11 +251,14 @@ class ConvertedReader(DecodedReader):
 
     def _converter(self, name: str) -> WeightConverter:
         """The converter of a converted name."""
-        patterns = {pattern for _, pattern in self._stored[name]}
-        (converter,) = (
-            rule for rule in self._names.converters if patterns & {*rule.source_patterns}
-        )
-        return converter
+        return self._names.converter({pattern for _, pattern in self._stored[name]})
+
+    def divided(self, parts: Iterable[str]) -> str | None:
+        """Return the first name outside of these modules whose stored tensor holds others, too."""
+        starts = tuple(f"{path}." for path in parts)
+        converted = (x for x in self._stored if self._only_stored(x) is None)
+        divided = (x for x in converted if len(self._converter(x).target_patterns) > 1)
+        return next((name for name in divided if not name.startswith(starts)), None)
 
 
 def natural_order(name: str) -> str:

@@ -19,13 +19,13 @@ from transformers.utils import logging as transformers_logging
 from workflow.lib.model.architecture.config_file import read_bounded
 from workflow.lib.model.architecture.model_shape import FLOAT_BYTES
 from workflow.lib.model.architecture.quantization_settings import QUANTIZATION, said_of_quantization
-from workflow.lib.model.decoder_layers import decoder_layers
+from workflow.lib.model.decoder_layers import decoder_layers, other_parts
 from workflow.lib.model.published.converted_reader import ConvertedReader, ModuleNames
 from workflow.lib.model.published.decoded_reader import DecodedReader
 from workflow.lib.system.errors import UserError
 
 ROWS = 4096  # of two tables, compared at a time
-SHOWN = 200  # characters of an error of Transformers
+SHOWN = 300  # characters of an error of Transformers
 # Keys of config.json for the layers of multi-token prediction after the decoder layers.
 EXTRA_LAYERS = (
     "num_nextn_predict_layers",
@@ -59,6 +59,11 @@ def quiet_transformers() -> Iterator[None]:
         transformers_logging.set_verbosity(level)
         if bars:
             transformers_logging.enable_progress_bar()
+
+
+def said_by(error: Exception) -> str:
+    """Return an error of Transformers in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:SHOWN]}"
 
 
 def is_tied(model: PreTrainedModel) -> bool:
@@ -112,6 +117,11 @@ def check_loading(model: PreTrainedModel, reader: ConvertedReader) -> LeftOver:
             f"more that the model of its config.json has{others}. The files do not belong "
             "together, or the download is not complete: check model.source."
         )
+    if divided := reader.divided(other_parts(model)):
+        raise UserError(
+            f"{reader.folder}: {divided} is stored in one tensor with others, which is supported "
+            "outside of the decoder alone. Choose another model.source."
+        )
     for name, stored, expected in sorted(report["mismatched_keys"]):
         raise UserError(
             f"{reader.folder}: {name} has shape {[*stored]}, but config.json says {[*expected]}. "
@@ -150,11 +160,10 @@ def _report(model: PreTrainedModel, reader: ConvertedReader) -> dict[str, Any]:
                 output_loading_info=True,
             )
     except (RuntimeError, ValueError, KeyError) as error:
-        reason = " ".join(str(error).split())[:SHOWN]
         raise UserError(
             f"{reader.folder}: Transformers {transformers.__version__} cannot load the checkpoint "
-            f"into the model of its config.json ({reason}). The files do not belong together: "
-            "check model.source."
+            f"into the model of its config.json ({said_by(error)}). The files do not belong "
+            "together: check model.source."
         ) from None
     report: dict[str, Any] = loaded[1]
     return report
