@@ -138,21 +138,6 @@ def test_modules_are_found_by_the_end_of_their_path(names, chosen):
     assert modules_to_save(lora, UNTIED) == chosen
 
 
-@pytest.mark.parametrize("name", ["lm_head", "norm", "out", "neox.embed_in"])
-def test_module_that_is_neither_head_nor_embedding_lists_them(name):
-    with pytest.raises(
-        UserError,
-        match=f"lora.modules_to_save = '{name}': only .* in this model they are embed_out and "
-        "embed_in. Name embed_out",
-    ):
-        modules_to_save(LoraSettings(modules_to_save=("embed_out", name)), UNTIED)
-
-
-def test_tied_modules_are_refused():
-    with pytest.raises(UserError, match="ties its output head to its input embedding"):
-        modules_to_save(LoraSettings(modules_to_save=("embed_out",)), replace(UNTIED, tied=True))
-
-
 ROUTERS = ("model.layers.0.mlp.gate", "model.layers.3.mlp.gate")
 MIXTURE = WholeModules("model.embed_tokens", "lm_head", tied=True, routers=ROUTERS)
 
@@ -163,16 +148,25 @@ def test_routers_are_found_by_the_end_of_their_path_in_a_tied_model_too():
     assert modules_to_save(one, MIXTURE) == {ROUTERS[1]}
 
 
-def test_other_name_lists_the_routers_of_a_mixture():
-    with pytest.raises(UserError, match=r"and the routers of a mixture, .* lm_head, embed_tokens "):
-        modules_to_save(LoraSettings(modules_to_save=("router",)), MIXTURE)
+OF_TABLES = "only .* in this model they are embed_out and embed_in. Name embed_out"
+NOT_WHOLE: list[tuple[WholeModules, str, str]] = [
+    *((UNTIED, x, OF_TABLES) for x in ("lm_head", "norm", "out", "neox.embed_in")),
+    (replace(UNTIED, tied=True), "embed_out", "ties its output head to its input embedding"),
+    (MIXTURE, "router", "and the routers of a mixture, .* lm_head, embed_tokens "),
+    (
+        MIXTURE,
+        "gate",
+        f"{ROUTERS[0].replace('gate', 'shared_expert_gate')} ends so too.*: mlp.gate",
+    ),
+]
 
 
-def test_name_of_a_router_that_peft_would_find_elsewhere_too_is_refused():
-    others = ["model.layers.0.mlp.shared_expert_gate"]
-    message = "'gate': model.layers.0.mlp.shared_expert_gate ends so too.*: mlp.gate"
-    with pytest.raises(UserError, match=message):
-        modules_to_save(LoraSettings(modules_to_save=("gate",)), MIXTURE, others=others)
+@pytest.mark.parametrize(("offered", "name", "says"), NOT_WHOLE, ids=[x[1] for x in NOT_WHOLE])
+def test_module_that_cannot_be_trained_whole_is_refused(offered, name, says):
+    lora = LoraSettings(modules_to_save=(name,))
+    with pytest.raises(UserError, match=says) as refused:
+        modules_to_save(lora, offered, others=["model.layers.0.mlp.shared_expert_gate"])
+    assert f"{name!r}" in str(refused.value)
 
 
 EXPERTS = ["model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.down_proj"]

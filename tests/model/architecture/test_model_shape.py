@@ -129,21 +129,22 @@ def test_config_too_large_to_be_one_is_not_read(tmp_path, monkeypatch):
     reject(tmp_path, "config.json: it has", "at most 20 are read")
 
 
-def test_config_that_is_not_json(tmp_path):
-    write_checkpoint(tmp_path)
-    (tmp_path / "config.json").write_text("<html>not found</html>")
-    reject(tmp_path, "config.json cannot be read as JSON", "model.source")
+NO_MODEL: dict[str, tuple[str, bytes | None, tuple[str, ...]]] = {
+    "page": ("config.json", b"<html>not found</html>", ("cannot be read as JSON", "model.source")),
+    "no weights": ("model.safetensors", None, ("no weights, neither model.safetensors nor",)),
+}
+
+
+@pytest.mark.parametrize(("file", "content", "said"), NO_MODEL.values(), ids=NO_MODEL)
+def test_folder_without_a_model_is_refused(tmp_path, file, content, said):
+    path = write_checkpoint(tmp_path) / file
+    path.unlink() if content is None else path.write_bytes(content)
+    reject(tmp_path, file, *said)
 
 
 def test_packed_tensors_ask_for_the_original(tmp_path):
     folder = write_checkpoint(tmp_path, dtype=np.uint8)
     reject(folder, "stored as U8", "original bf16, fp16 or fp32 checkpoint")
-
-
-def test_no_weights_at_all(tmp_path):
-    write_checkpoint(tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    reject(tmp_path, "no weights, neither model.safetensors nor model.safetensors.index.json")
 
 
 @pytest.mark.parametrize(
@@ -197,22 +198,17 @@ def test_name_at_which_transformers_fails_is_refused(tmp_path, number):
     reject(folder, "Transformers", "cannot load the checkpoint", "check model.source")
 
 
-def without_single_file(folder):
-    """Write the tiny checkpoint to a file that an index may name."""
-    write_checkpoint(folder)
-    (folder / "model.safetensors").rename(folder / "all.safetensors")
+INDICES: dict[str, tuple[str, int, str]] = {
+    "large": ("a", 20, "is no index of a checkpoint (ValueError('it is larger than"),
+    "another tensor": ("ghost", 10**6, "holds 'ghost', but it does not"),
+}
 
 
-def test_index_too_large_to_be_one_is_not_read(tmp_path, monkeypatch):
-    without_single_file(tmp_path)
-    index = {"weight_map": {"a": "model.safetensors"}}
+@pytest.mark.parametrize(("tensor", "most", "said"), INDICES.values(), ids=INDICES)
+def test_index_of_other_files_is_refused(tmp_path, monkeypatch, tensor, most, said):
+    path = write_checkpoint(tmp_path) / "model.safetensors"
+    path.rename(tmp_path / "all.safetensors")
+    index = {"metadata": {}, "weight_map": {tensor: "all.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    monkeypatch.setattr(safetensors_headers, "MAX_HEADER_BYTES", 20)
-    reject(tmp_path, "is no index of a checkpoint (ValueError('it is larger than")
-
-
-def test_index_that_names_another_tensor_is_refused(tmp_path):
-    without_single_file(tmp_path)
-    index = {"metadata": {}, "weight_map": {"ghost": "all.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    reject(tmp_path, "holds 'ghost', but it does not")
+    monkeypatch.setattr(safetensors_headers, "MAX_HEADER_BYTES", most)
+    reject(tmp_path, said)

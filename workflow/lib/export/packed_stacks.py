@@ -214,12 +214,6 @@ class NF4Tensor(torch.Tensor):
         return func(*plain_args, **plain_kwargs)
 
 
-def stored_stack(reader: CheckpointReader, path: str, stack: ExpertStack) -> NF4Tensor:
-    """Return a stack of an NF4 checkpoint in host memory, which decodes to fp32."""
-    packed, state = stored_weight(reader, path)
-    return NF4Tensor(packed, state, stack.shape, transposed=stack.transposed)
-
-
 def with_linears(model: PreTrainedModel) -> type[PreTrainedModel]:
     """Return a model's class with a linear (experts * out, in) for each stack (model: on meta)."""
     family = type(model)
@@ -301,7 +295,8 @@ def merged_stacks(
     of `expert_stacks`. The sum is in fp32, rounded once."""
     for path, stack in stacks.items():
         if onto == "dequantized":
-            weights = iter(stored_stack(nf4, path, stack))
+            packed = NF4Tensor(*stored_weight(nf4, path), stack.shape, transposed=stack.transposed)
+            weights = iter(packed)
         else:
             weights = original.experts(path)
         changes = _changes(adapter, path, scale=adapter_scale(adapter_config, path), stack=stack)

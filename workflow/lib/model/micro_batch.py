@@ -49,6 +49,4 @@ class MicroBatch(TokensOfBatch):
                 return value.each(change)
             return None if value is None else change(value)
 
-        return MicroBatch(
-            **{field.name: changed(getattr(self, field.name)) for field in fields(self)}
-        )
+        return MicroBatch(**{x.name: changed(getattr(self, x.name)) for x in fields(self)})
