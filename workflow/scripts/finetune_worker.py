@@ -67,11 +67,7 @@ logger = logging.getLogger("workflow")
 
 def main(args: argparse.Namespace) -> None:
     preflight = read_record(args.preflight, Preflight)
-    guarded_work(args, RunConfig.model_validate(args.config), preflight)
-
-
-def guarded_work(args: argparse.Namespace, config: RunConfig, preflight: Preflight) -> None:
-    device = torch.device(preflight.plan.device)
+    config, device = RunConfig.model_validate(args.config), torch.device(preflight.plan.device)
     with explained(run=args.run, preflight=preflight, measured_bytes=lambda: peak_bytes(device)):
         work(args, config, preflight.plan, predicted_s=preflight.time.step_s)
 

@@ -130,10 +130,11 @@ def calibrated(
     store = TokenStore.open(args.tokens)
     check_files(recorded_arrays(args.tokens, store.manifest))
     text = settings.calibration_text
+    files = sorted(path for path in args.model.iterdir() if path.is_file())
     begun_with = short_hash(
         [
             settings.of_base,
-            [[p.name, p.stat().st_size, p.stat().st_mtime_ns] for p in _model_files(args.model)],
+            [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files],
             file_sha256(args.tokens / MANIFEST),
             text and file_sha256(Path(text)),
             device.type,
@@ -152,10 +153,6 @@ def calibrated(
         result = write_calibrated(partial, inputs, settings, fingerprint=begun_with)
     mark.unlink()
     return result
-
-
-def _model_files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.is_file())
 
 
 def write_weights(

@@ -103,7 +103,10 @@ def tokenize(args: argparse.Namespace) -> None:
         work_folder(args.output, key=work_key(corpora, encodings, tokenizer_facts)) as work,
         finished_folder(args.output) as (folder, listing),
     ):
-        encode_splits(corpora, encodings, work=work, processes=args.processes)
+        for split, corpus in corpora.items():
+            encode_corpus(
+                corpus, split=split, encoding=encodings[split], work=work, processes=args.processes
+            )
         train, heldout, repeated = prepare_splits(
             corpora,
             settings,
@@ -230,16 +233,6 @@ def work_key(
     return short_hash(
         [SHARD_VERSION, files, formats, settings, tokenizer_facts, package_versions()]
     )
-
-
-def encode_splits(
-    corpora: dict[str, Corpus], encodings: dict[str, Encoding], *, work: Path, processes: int
-) -> None:
-    """Encode every row of both splits into shards of the folder `work`."""
-    for split, corpus in corpora.items():
-        encode_corpus(
-            corpus, split=split, encoding=encodings[split], work=work, processes=processes
-        )
 
 
 def prepare_splits(
