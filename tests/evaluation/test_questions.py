@@ -321,22 +321,20 @@ def archive(tmp_path):
     return Archive(tmp_path / "evaluations")
 
 
-def test_what_was_kept_is_found(archive):
-    archive.keep("subject", "heldout", FACTS, VALUE)
-    assert archive.find("subject", "heldout", FACTS) == VALUE
-
-
 @pytest.mark.parametrize(
-    ("subject", "part", "facts"),
+    ("subject", "part", "facts", "found"),
     [
-        ("other", "heldout", FACTS),
-        ("subject", "samples", FACTS),
-        ("subject", "heldout", FACTS | {"dtype": "bfloat16"}),
+        ("subject", "heldout", FACTS, VALUE),
+        ("other", "heldout", FACTS, None),
+        ("subject", "samples", FACTS, None),
+        ("subject", "heldout", FACTS | {"dtype": "bfloat16"}, None),
     ],
 )
-def test_nothing_is_found_for_another_subject_part_or_fact(archive, subject, part, facts):
+def test_what_was_kept_is_found_for_its_subject_part_and_facts(
+    archive, subject, part, facts, found
+):
     archive.keep("subject", "heldout", FACTS, VALUE)
-    assert archive.find(subject, part, facts) is None
+    assert archive.find(subject, part, facts) == found
 
 
 @pytest.mark.parametrize(

@@ -297,48 +297,23 @@ def test_loss_of_the_served_model_stands_first(run):
     assert opening.startswith("Served by vLLM 9.9 (tuned on original, float32), its held-out loss")
 
 
-def test_merged_model_is_served_as_it_is(run):
+def test_merged_model_is_served_as_it_is_and_what_was_not_tried_has_no_command(run):
+    assert serving(read(run)) == "No server was tried (`export.serve`).\n"
     change = {"subject": "merged", "max_lora_rank": None, "parts": [], "trained_loss": None}
     text = serving(read(run, checked=SERVED_CHECK.model_copy(update=change)))
     assert "vllm serve path/to/merged\n" in text
     assert "against the adapter" not in text
 
 
-def test_server_that_was_not_tried_has_no_command(run):
-    assert serving(read(run)) == "No server was tried (`export.serve`).\n"
-
-
-@pytest.fixture
-def exported(tmp_path):
-    folder = write_run(tmp_path, "demo", num_steps=3)
-    add_gguf(folder)
-    return folder
-
-
-def card(folder):
-    checks = read_record(folder / "convert_gguf" / "gguf.json", GgufChecks)
-    return model_card(read(folder, gguf=checks))
-
-
-def test_card_has_a_command_for_each_form(exported):
-    text = card(exported)
+def test_card_has_a_command_for_each_gguf_form_with_losses_their_bound_and_sizes(run):
+    assert "## GGUF" not in model_card(read(run))
+    add_gguf(run)
+    checks = read_record(run / "convert_gguf" / "gguf.json", GgufChecks)
+    text = model_card(read(run, gguf=checks))
     assert "llama-server -m demo-q4_k_m.gguf --jinja\n" in text
     assert "llama-server -m demo-base-q4_k_m.gguf --lora demo-adapter.gguf --jinja\n" in text
-
-
-def test_card_tells_losses_their_bound_and_sizes(exported):
-    (row,) = [line for line in card(exported).splitlines() if line.startswith("| <code>demo-q4")]
-    assert row.split(" | ")[1:] == [
-        "3.00 MiB",
-        "1.5625",
-        "1.5000",
-        "+0.0625 (at most 0.3)",
-        "96",
-        "1 of 4 |",
-    ]
-    (row,) = [line for line in card(exported).splitlines() if line.startswith("| <code>demo-base")]
-    assert "4.00 MiB" in row, "the base and the adapter"
-
-
-def test_card_of_a_run_without_gguf_files_has_no_such_section(tmp_path):
-    assert "## GGUF" not in model_card(read(write_run(tmp_path, "demo", num_steps=3)))
+    merged, apart = (line for line in text.splitlines() if line.startswith("| <code>demo-"))
+    figures = ["3.00 MiB", "1.5625", "1.5000", "+0.0625 (at most 0.3)", "96", "1 of 4 |"]
+    assert merged.split(" | ") == [r"| <code>demo-q4\_k\_m.gguf</code>", *figures]
+    assert apart.startswith("| <code>demo-base")
+    assert "4.00 MiB" in apart, "the base and the adapter"

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -178,25 +179,45 @@ def test_dataset_download_takes_named_files_folders_and_globs(tmp_path):
     ]
 
 
-def test_gated_repository_says_accept_the_licence_and_set_the_token(tmp_path):
+@pytest.mark.parametrize(
+    ("state", "options", "words"),
+    [
+        (
+            {"gated": True},
+            {},
+            "model.source = 'owner/name': the hub gives it only to those who accepted its licence. "
+            "Accept the licence on {endpoint}/owner/name and set HF_TOKEN to a token of that "
+            "account.",
+        ),
+        (
+            {"bad_token": True},
+            {"environment": {"HF_TOKEN": TOKEN}},
+            "...the hub refused (HfHubHTTPError: Client error '401 Unauthorized'..."
+            "If that names access or a token, check HF_TOKEN...",
+        ),
+        (
+            {},
+            {"revision": "v2"},
+            "model.source = 'owner/name': it has no branch, tag or commit 'v2'. Correct "
+            "model.revision, or set it to null for the main branch.",
+        ),
+        (
+            {"listed_size": {"model.safetensors": 2**60}},
+            {},
+            "...1073741824.0 GiB are to be downloaded...",
+        ),
+    ],
+    ids=["gated", "token", "revision", "larger than the disk"],
+)
+def test_refusal_says_what_to_change_before_anything_is_downloaded(tmp_path, state, options, words):
     repo = HubRepo(SMALL)
-    repo.gated = True
+    vars(repo).update(state)
     with start_hub({"owner/name": repo}) as endpoint:
-        message = refusal(endpoint, tmp_path / "out")
-    assert message == (
-        "model.source = 'owner/name': the hub gives it only to those who accepted its licence. "
-        f"Accept the licence on {endpoint}/owner/name and set HF_TOKEN to a token of that account."
-    )
-
-
-def test_refused_token_says_check_it(tmp_path):
-    repo = HubRepo(SMALL)
-    repo.bad_token = True
-    with start_hub({"owner/name": repo}) as endpoint:
-        message = refusal(endpoint, tmp_path / "out", environment={"HF_TOKEN": TOKEN})
-    assert "the hub refused (HfHubHTTPError: Client error '401 Unauthorized'" in message
-    assert "If that names access or a token, check HF_TOKEN" in message
+        message = refusal(endpoint, tmp_path / "out", **options)
+    expected = re.escape(words.format(endpoint=endpoint)).replace(re.escape("..."), ".*")
+    assert re.fullmatch(expected, message)
     assert TOKEN not in message
+    assert repo.gated or repo.downloads() == []  # a gated file is asked for, and refused
 
 
 @pytest.mark.parametrize(
@@ -233,15 +254,6 @@ def test_unknown_name_is_said_to_be_neither_folder_nor_hub_id(
     assert change in message
 
 
-def test_unknown_revision_names_the_revision_setting(tmp_path):
-    with start_hub({"owner/name": HubRepo(SMALL)}) as endpoint:
-        message = refusal(endpoint, tmp_path / "out", revision="v2")
-    assert message == (
-        "model.source = 'owner/name': it has no branch, tag or commit 'v2'. "
-        "Correct model.revision, or set it to null for the main branch."
-    )
-
-
 def test_setting_that_cannot_work_with_the_model_is_refused_before_its_weights_come(tmp_path):
     """With settings that work, at the bound itself, workflow/test_hub_run.py downloads one."""
     repo = HubRepo(MODEL | {"config.json": json.dumps(TINY).encode()})
@@ -261,15 +273,6 @@ def test_missing_dataset_file_lists_near_names(tmp_path):
         message = refusal(endpoint, tmp_path / "out", kind="dataset", files=["train.jsonl"])
     assert "data.train or data.heldout = 'train.jsonl'" in message
     assert "near names are data/train.jsonl, data/test.jsonl" in message
-
-
-def test_download_larger_than_the_disk_is_refused_before_it_starts(tmp_path):
-    repo = HubRepo(SMALL)
-    repo.listed_size["model.safetensors"] = 2**60
-    with start_hub({"owner/name": repo}) as endpoint:
-        message = refusal(endpoint, tmp_path / "out")
-    assert "1073741824.0 GiB are to be downloaded" in message
-    assert repo.downloads() == []
 
 
 @pytest.mark.parametrize("path", ["model.safetensors", "config.json"])
