@@ -69,7 +69,7 @@ def test_balance_keeps_a_layers_logits_at_most(recorded, every):
         replay(recorded(chosen(activation_checkpointing=every, **TRAINED, **levers)))
         for levers in ({}, BALANCED)
     )
-    more = balanced.allocated_bytes - plain.allocated_bytes
+    more = balanced.peaks.allocated_bytes - plain.peaks.allocated_bytes
     logits = 2 * 2048 * EXPERTS
     layers = 1 if every else LAYERS
     assert layers * logits * (not every) <= more <= (layers + 12) * logits

@@ -120,7 +120,7 @@ def made_up_work(shape: ModelShape, plan: StepPlan) -> Work:
             work.MEMORY: Amount(0.0, times * 3.0 * kept, times * 20.0 * num_layers),
         }
 
-    recomputed = plan.recomputed_layers(num_layers) / num_layers
+    recomputed = len(plan.layers(num_layers).recomputed) / num_layers
     forward, backward = passes(1.0), passes(1.0 + recomputed)
     away = len(
         activation_offload_layers(

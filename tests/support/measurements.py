@@ -86,7 +86,7 @@ class Row:
     @property
     def allocated_error(self) -> float:
         """Share by which the replay is above what was measured."""
-        return self.replayed.allocated_bytes / self.allocated_bytes - 1
+        return self.replayed.peaks.allocated_bytes / self.allocated_bytes - 1
 
     @property
     def reserved_error(self) -> float:

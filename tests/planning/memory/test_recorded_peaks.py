@@ -27,7 +27,7 @@ class Straight:
 
 
 def straight(plan):
-    recomputed, rows = plan.recomputed_layers(LAYERS), plan.micro_batch_size
+    recomputed, rows = len(plan.layers(LAYERS).recomputed), plan.micro_batch_size
     kept = rows * (10 * recomputed + 100 * (LAYERS - recomputed))
     away = 0.9 * kept if plan.offload_activations is True else 0
     weights = (

@@ -35,9 +35,9 @@ def test_peaks_of_phases_and_the_terms_at_the_largest_are_counted():
         "load": 40 * MIB, "check": 130 * MIB, "forward": 90 * MIB, "backward": 120 * MIB,
         "optimizer_step": 140 * MIB,
     }  # fmt: skip
-    assert (found.allocated_bytes, found.peaks.peak_phase) == (140 * MIB, "optimizer_step")
+    assert (found.peaks.allocated_bytes, found.peaks.peak_phase) == (140 * MIB, "optimizer_step")
     assert found.peaks.terms == {"nf4_weights": 40 * MIB, "adam_moments": 100 * MIB}
-    assert found.reserved_bytes >= found.allocated_bytes
+    assert found.reserved_bytes >= found.peaks.allocated_bytes
     assert found.lacking_bytes == 0
 
 
@@ -46,7 +46,7 @@ def test_other_stream_cannot_use_what_one_has_left():
     tape.phase("forward")
     tape.free(tape.new(PAGE, "layer_workspace"))
     tape.free(tape.new(PAGE, "gather_buffer", "beside"))
-    assert (replay(tape).allocated_bytes, replay(tape).reserved_bytes) == (PAGE, 2 * PAGE)
+    assert (replay(tape).peaks.allocated_bytes, replay(tape).reserved_bytes) == (PAGE, 2 * PAGE)
 
 
 def test_limit_below_what_is_reserved_is_served_by_giving_back_free_pages():
@@ -54,7 +54,7 @@ def test_limit_below_what_is_reserved_is_served_by_giving_back_free_pages():
     tape.free(tape.new(PAGE, "gather_buffer", "beside"))
     free = replay(tape)
     tight = replay(tape, limit_bytes=free.reserved_bytes - PAGE)
-    assert (tight.lacking_bytes, tight.allocated_bytes) == (0, free.allocated_bytes)
+    assert (tight.lacking_bytes, tight.peaks.allocated_bytes) == (0, free.peaks.allocated_bytes)
     assert tight.reserved_bytes <= free.reserved_bytes - PAGE
 
 
@@ -70,13 +70,13 @@ def test_capture_takes_pages_of_its_own_after_free_ones_went_back():
     tape.phase("optimizer_step")
     tape.free(tape.new(30 * MIB, "layer_workspace"))
     found = replay(tape)
-    assert (found.reserved_bytes, found.allocated_bytes) == (4 * PAGE, 30 * MIB)
+    assert (found.reserved_bytes, found.peaks.allocated_bytes) == (4 * PAGE, 30 * MIB)
     assert set(found.peaks.phases) == {"load", "forward", "optimizer_step"}
 
 
 @pytest.mark.parametrize("missing", [MIB, 30 * MIB])
 def test_limit_below_what_is_allocated_is_lacking(missing):
-    limit = replay(training()).allocated_bytes - missing
+    limit = replay(training()).peaks.allocated_bytes - missing
     assert replay(training(), limit_bytes=limit).lacking_bytes >= missing
 
 

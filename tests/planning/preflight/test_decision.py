@@ -27,7 +27,7 @@ def test_cpu_share_of_host_memory_bounds_the_micro_batch():
     decision = decided(on=on, train={"global_batch_size": 16})
     assert decision.limits.capacity_bytes == 10 * GIB
     assert not decision.candidates[-1].fits
-    assert decision.host_bytes == 2 * decision.chosen.peak_bytes
+    assert decision.chosen.host_bytes == 2 * decision.chosen.peak_bytes
 
 
 def test_smaller_gpu_memory_is_the_capacity_and_is_enforced():
@@ -56,7 +56,7 @@ def test_layers_on_the_host_count_as_host_memory():
     here, there = (
         decided(
             llama_8b, hardware=AS_IT_WAS | {"offload_layers": count}, train={"micro_batch_size": 1}
-        ).host_bytes
+        ).chosen.host_bytes
         for count in (0, 5)
     )
     packed = 218_103_808 * (0.5 + 1 / 64) / 2  # of a layer, half on each GPU: 54 MiB, in 64

@@ -3,7 +3,6 @@
 All code on options in general reads the table: settings to a plan, the search, remedies, a plan's
 words. A new option is a setting, a field and a row here, and its code in the engine."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
@@ -144,10 +143,6 @@ class MemoryOptions(BasePlan):
     def recomputes(self, layer: int) -> bool:
         """Whether backward recomputes a decoder layer."""
         return is_recomputed(self.activation_checkpointing, layer)
-
-    def recomputed_layers(self, num_layers: int) -> int:
-        """How many of the first `num_layers` layers backward recomputes."""
-        return math.ceil(num_layers * recomputed_share(self.activation_checkpointing))
 
     @property
     def graph_obstacle(self) -> str | None:

@@ -6,7 +6,6 @@ from typing import Any, Self
 
 from pydantic import TypeAdapter
 
-from workflow.lib.settings.objectives import NEEDS
 from workflow.lib.step_plan.base_plan import SUPERVISED
 from workflow.lib.step_plan.memory_options import MemoryOptions
 
@@ -31,8 +30,3 @@ class StepPlan(MemoryOptions):
     def changed(self, values: Mapping[str, Any]) -> Self:
         """Return the plan with other values of some fields, by name."""
         return replace(self, **values)
-
-    @property
-    def forwards(self) -> int:
-        """Forward passes of a micro-batch, without recomputation."""
-        return 1 + NEEDS[self.objective].forward_first

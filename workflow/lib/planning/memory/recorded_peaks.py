@@ -23,13 +23,13 @@ RecordPeaks = Callable[[Sequence[StepPlan]], list[Peaks]]
 
 
 class Point(NamedTuple):
-    """The recorded values of what a search varies."""
+    """The recorded values of the fields of a plan that a search varies."""
 
-    rows: int
-    recomputation: Recomputation
-    offload: bool | int
-    reshard: bool
-    host_layers: int
+    micro_batch_size: int
+    activation_checkpointing: Recomputation
+    offload_activations: bool | int
+    reshard_after_forward: bool
+    offload_layers: int
 
 
 class RecordedPeaks:
@@ -60,7 +60,7 @@ class RecordedPeaks:
             sums[point] = sums.get(point, 0.0) + weight
         weights = {point: weight for point, weight in sums.items() if weight}
         missing = [point for point in weights if point not in self._known]
-        plans = [self._at(point) for point in missing]
+        plans = [replace(self._plan, **point._asdict()) for point in missing]
         if plans:
             self._known |= dict(zip(missing, self._record(plans), strict=True))
         found = combined((self._known[point], weight) for point, weight in weights.items())
@@ -73,34 +73,19 @@ class RecordedPeaks:
         share = recorded.allocated_bytes / self.of(plan).allocated_bytes
         self._shares[_kind(plan)] = share
 
-    def _at(self, point: Point) -> StepPlan:
-        return replace(
-            self._plan,
-            micro_batch_size=point.rows,
-            activation_checkpointing=point.recomputation,
-            offload_activations=point.offload,
-            reshard_after_forward=point.reshard,
-            offload_layers=point.host_layers,
-        )
-
     def _recomputed(self, level: Recomputation) -> int:
         return len(recomputed_layers(level, self._num_layers))
 
     def _weights(self, plan: StepPlan) -> Iterator[tuple[Point, float]]:
         """Yield the recordings whose sum, each times a factor, is a plan's peak."""
         common = self._plan
-        first = Point(
-            self._few,
-            self._most,
-            common.offload_activations,
-            common.reshard_after_forward,
-            common.offload_layers,
-        )
+        others = (getattr(common, field) for field in Point._fields[2:])
+        first = Point(self._few, self._most, *others)
         levels = list(self._levels(plan))
         for level, share in levels:
-            point = first._replace(recomputation=level)
+            point = first._replace(activation_checkpointing=level)
             for rows, of_rows in self._rows(plan):
-                yield point._replace(rows=rows), share * of_rows
+                yield point._replace(micro_batch_size=rows), share * of_rows
         if plan.offload_activations != common.offload_activations:
             if len(levels) == 2:  # a recomputed layer shares the window with others
                 for rows, of_rows in self._rows(plan):
@@ -108,16 +93,16 @@ class RecordedPeaks:
                     yield Point(rows, self._least, *first[2:]), one
                     yield Point(rows, self._most, *first[2:]), -one
             for level, share in levels:
-                point = first._replace(rows=self._more, recomputation=level)
+                point = Point(self._more, level, *first[2:])
                 away = (
                     share * self._offloaded_share(plan, level) * plan.micro_batch_size / self._more
                 )
-                yield point._replace(offload=True), away
+                yield point._replace(offload_activations=True), away
                 yield point, -away
-        kept = first._replace(reshard=plan.reshard_after_forward)
+        kept = first._replace(reshard_after_forward=plan.reshard_after_forward)
         moved = plan.offload_layers != common.offload_layers
         share = plan.offload_layers / self._num_layers if moved else 0.0
-        yield kept._replace(host_layers=self._num_layers), share
+        yield kept._replace(offload_layers=self._num_layers), share
         yield kept, 1 - share
         yield first, -1.0
 

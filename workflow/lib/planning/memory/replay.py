@@ -236,11 +236,6 @@ class Replay:
     lacking_bytes: int
     """Bytes that the allocator would need beyond its limit, with all free memory given back."""
 
-    @property
-    def allocated_bytes(self) -> int:
-        """The peak of allocated bytes."""
-        return self.peaks.allocated_bytes
-
 
 def replay(tape: Tape, *, limit_bytes: int | None = None) -> Replay:
     """Return the peaks of a tape; limit_bytes: of the allocator, None: without one."""

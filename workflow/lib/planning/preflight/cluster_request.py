@@ -64,7 +64,7 @@ def training(
     does, `FileNotFoundError` before there is an input."""
     decision, forecasted = _decide(run, Path(description), manifest, recorder)
     minutes = _training_minutes(forecasted) + START_MIN
-    return _allocation(decision.host_bytes + LAUNCH_BYTES, minutes)
+    return _allocation(decision.chosen.host_bytes + LAUNCH_BYTES, minutes)
 
 
 def _training_minutes(forecasted: Forecast) -> float:

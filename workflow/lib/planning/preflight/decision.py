@@ -75,7 +75,6 @@ class Decision:
     rows: int
     speed: Speed
     limits: Budget
-    host_bytes: int
     disk_bytes: dict[str, int]
     disk_free_bytes: int | None
 
@@ -140,7 +139,6 @@ def decide(
         rows=rows,
         speed=speed,
         limits=limits,
-        host_bytes=chosen.host_bytes,
         disk_bytes=disk,
         disk_free_bytes=disk_free_bytes,
     )

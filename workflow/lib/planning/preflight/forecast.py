@@ -48,7 +48,7 @@ def forecast(
         outside_allocator_bytes=limits.outside_allocator_bytes,
         capacity_bytes=limits.capacity_bytes,
         margin_bytes=limits.margin_bytes,
-        host_bytes=decision.host_bytes,
+        host_bytes=chosen.host_bytes,
         host_capacity_bytes=limits.host_capacity_bytes,
         disk_bytes=decision.disk_bytes,
         disk_free_bytes=decision.disk_free_bytes,
