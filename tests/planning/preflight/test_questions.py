@@ -43,11 +43,12 @@ def test_longest_row_fits_and_one_that_is_2_percent_longer_does_not(share):
     assert not fits(one, int(found.plan.seq_len * 1.02) + 64)
 
 
-def test_longest_row_is_the_context_of_the_model_where_memory_allows_it():
-    short = replace(few_layers, max_position_embeddings=4100)
-    found = longest(asked(short))
+@pytest.mark.parametrize(("context", "seq_len"), [(4100, 4096), (40, 40)])
+def test_longest_row_is_the_context_of_the_model_where_memory_allows_it(context, seq_len):
+    """In steps of 64 tokens, where it has as many."""
+    found = longest(asked(replace(few_layers, max_position_embeddings=context)))
     assert found is not None
-    assert found.plan.seq_len == 4096
+    assert found.plan.seq_len == seq_len
 
 
 def test_no_row_is_the_longest_where_the_model_does_not_fit():

@@ -106,7 +106,8 @@ def longest(asked: Asked) -> Forecast | None:
     """Return the prediction of the longest row that trains, within 1% or 64 tokens; None if the
     shortest does not. Lines guide the search, recordings of the chosen plans decide; with
     `estimate` the lines do."""
-    lengths = range(LENGTH_STEP, asked.shape.max_position_embeddings + 1, LENGTH_STEP)
+    most = asked.shape.max_position_embeddings
+    lengths = range(LENGTH_STEP, most + 1, LENGTH_STEP) or range(most, most + 1)
     lines = _LengthLines(asked.record, lengths[len(lengths) // 8], lengths[-1])
     run = replace(asked.with_fewest_rows(), record=lines)
     by_lines = replace(run, estimate=True)
