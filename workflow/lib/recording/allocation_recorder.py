@@ -39,9 +39,7 @@ def workspaces(func: Any, args: Any, result: Any) -> Sequence[int]:
     return () if find is None else find(args, result)
 
 
-@cache
-def _name(func: Any) -> str:
-    return str(func)
+_name = cache(str)
 
 
 def _flash_backward(args: Any, _: Any) -> list[int]:

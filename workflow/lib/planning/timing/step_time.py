@@ -230,6 +230,10 @@ def estimate(
     step_s = micro_s * accumulation_steps
     total_h = step_s * num_steps / 3600
     gpu_hours = total_h * num_gpus
+    ranges: dict[str, Any] = {}
+    if spread is not None:
+        ends_s = (spread.least_s * accumulation_steps, spread.most_s * accumulation_steps)
+        ranges = {"step_range_s": ends_s, "range_due_to": spread.due_to}
     return Estimate(
         step_s=step_s,
         total_h=total_h,
@@ -237,10 +241,5 @@ def estimate(
         cost=gpu_hours * price_per_gpu_hour if gpu_hours and price_per_gpu_hour else None,
         parts_s=parts,
         basis=basis,
-        **({} if spread is None else _range_fields(spread, accumulation_steps)),
+        **ranges,
     )
-
-
-def _range_fields(spread: Spread, accumulation_steps: int) -> dict[str, Any]:
-    ends_s = (spread.least_s * accumulation_steps, spread.most_s * accumulation_steps)
-    return {"step_range_s": ends_s, "range_due_to": spread.due_to}
