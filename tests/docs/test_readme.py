@@ -52,6 +52,8 @@ SHRUNK: dict[str, Any] = {
 # Of the demo, as the table of artifacts lists the merged model too.
 MERGED = {"export": {"merged": True}}
 SWEEP_RUNS = 2
+# Where commands are told to users.
+TOLD = ("README.md", "workflow/*.md", "workflow/*.py", "workflow/*.smk", "workflow/report")
 # From this command on stages are forked from a process that has imported their packages. By then
 # every stage has started as a user starts it.
 FORKED_FROM = (
@@ -219,6 +221,14 @@ def test_drawn_graph_is_the_rule_graph(tmp_path):
     drawn = page("artifacts").split("```mermaid\n")[1].split("```")[0]
     assert set(re.findall(r"(\w+) --> (\w+)", drawn)) == arrows
     assert len(arrows) > 10
+
+
+def test_every_command_gives_the_number_of_cores_without_which_snakemake_stops():
+    rules = "".join((ROOT / name).read_text("utf-8") for name in tracked("Snakefile", "*.smk"))
+    targets = "|".join(re.findall(r"^rule (\w+):", rules, re.MULTILINE))
+    command = re.compile(rf"snakemake (?:{targets})\b")
+    told = {name: (ROOT / name).read_text("utf-8") for name in tracked(*TOLD)}
+    assert {n: command.findall(text) for n, text in told.items() if command.search(text)} == {}
 
 
 def test_settings_of_the_readme_load():

@@ -199,6 +199,11 @@ def test_file_that_is_no_certificate_is_one_message(root, content):
         verified(root, Path("certificate.json"))
 
 
+def test_certificate_that_is_not_there_is_told_in_words(root):
+    with pytest.raises(UserError, match=r"'none\.json': there is no such file or folder\. Name a"):
+        verified(root, Path("none.json"))
+
+
 def test_files_of_a_run_of_the_same_name_are_not_taken_for_those_of_a_published_one(root, tmp_path):
     """As where a certificate of somebody else's `demo` is verified in a project with an own one."""
     certificate = certify(root, "demo")

@@ -73,7 +73,7 @@ def test_step_without_a_checkpoint_is_refused_with_those_that_are_there(run, tmp
     with pytest.raises(UserError) as refused:
         exported(run, tmp_path / "step", step=6)
     folder = arguments(run).checkpoints
-    begins = f"export.steps = 6: {folder} has no checkpoint of it, there are those of steps 4, 7. "
+    begins = f"export.steps = 6: {folder} has no checkpoint of it, only those of steps 4, 7. "
     assert str(refused.value).startswith(begins)
     assert list(tmp_path.iterdir()) == []
 

@@ -34,10 +34,11 @@ def test_finished_run_that_went_back_is_trained_again(finished_project, tmp_path
     [
         (["rewind", "--config", "rewind=other@3"], "rewind = other@3: it must be RUN@STEP"),
         (["rewind", "--config", "rewind=demo"], "rewind = demo: it must be RUN@STEP (runs: demo)"),
-        (["rewind"], "snakemake rewind --config rewind=RUN@STEP"),
+        (["rewind"], "snakemake --cores 1 rewind --config rewind=RUN@STEP"),
         (["all", "--config", "rewind=demo@3"], "only the target of this name goes back"),
         (["all", "--config", "certificate=x"], "are read by the target verify alone"),
-        (["verify"], "snakemake verify --config certificate=FILE_OR_REPO"),
+        (["verify"], "snakemake --cores 1 verify --config certificate=FILE_OR_REPO"),
+        (["publish"], "export.hub_repo names no repository"),
     ],
     ids=[
         "no such run",
@@ -46,6 +47,7 @@ def test_finished_run_that_went_back_is_trained_again(finished_project, tmp_path
         "another target",
         "not verify",
         "no certificate",
+        "no repository",
     ],
 )
 def test_target_whose_setting_is_missing_or_wrong_says_how_without_a_traceback(

@@ -72,18 +72,20 @@ def damage(folder):
     flip(next((folder / "demo-0123456789ab" / f"step-{SAVED:08d}").glob("shard-*")), -1)
 
 
+def empty(folder):
+    for path in (folder / "demo-0123456789ab").glob("step-*"):
+        shutil.rmtree(path)
+
+
 @pytest.mark.parametrize(
     ("step", "prepare", "said"),
     [
-        (
-            5,
-            lambda folder: None,
-            "rewind = 5: {} has no checkpoint of it, there are those of steps 4",
-        ),
+        (5, lambda folder: None, "rewind = 5: {} has no checkpoint of it, only those of steps 4"),
+        (5, empty, "rewind = 5: {} has no checkpoints. Train the run first."),
         (STEPS, lambda folder: None, "rewind = 7: it is the newest checkpoint"),
         (SAVED, damage, "rewind = 4: this checkpoint is damaged (shard-0000"),
     ],
-    ids=["no checkpoint", "newest", "damaged"],
+    ids=["no checkpoint", "none at all", "newest", "damaged"],
 )
 def test_refused_return_changes_nothing(ended, step, prepare, said):
     prepare(ended)

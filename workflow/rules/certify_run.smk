@@ -1,4 +1,4 @@
-# No part of `all`: `snakemake certify` and `publish` request it.
+# No part of `all`: `snakemake --cores 1 certify` and `publish` request it.
 rule certify_run:
     input:
         base=lambda w: layout.base_dir(RUNS[w.run]),

@@ -89,8 +89,8 @@ if workflow.modifier.namespace:
 
 update_config(config, given)
 
-# Options that are no settings of runs: `snakemake verify --config certificate=FILE signed_by=PUBLIC_KEY`, and
-# `snakemake rewind --config rewind=RUN@STEP`.
+# Options that are no settings of runs: `snakemake --cores 1 verify --config certificate=FILE signed_by=PUBLIC_KEY`, and
+# `snakemake --cores 1 rewind --config rewind=RUN@STEP`.
 CERTIFICATE, SIGNED_BY, REWIND = (
     config.pop(name, None) for name in ("certificate", "signed_by", "rewind")
 )

@@ -145,12 +145,8 @@ def published_folder(name, files):
 
 def publications():
     """Return the records of publication, of runs that name a repository."""
-    named = [name for name, run in WHOLE.items() if run.export.hub_repo]
-    if not named:
-        raise WorkflowError(
-            "export.hub_repo names no repository, so there is nothing to publish. Set it to owner/name."
-        )
-    return [f"{layout.stage_dir(name, 'publish_run')}/published.json" for name in going_on(named)]
+    named = going_on(name for name, run in WHOLE.items() if run.export.hub_repo)
+    return [f"{layout.stage_dir(name, 'publish_run')}/published.json" for name in named]
 
 
 def certified_folders(name):
@@ -165,7 +161,7 @@ def rewound():
     if name not in RUNS or not re.fullmatch("[0-9]{1,10}", step):
         raise WorkflowError(
             f"rewind = {REWIND}: it must be RUN@STEP (runs: {', '.join(RUNS)}), the step of a checkpoint: "
-            "snakemake rewind --config rewind=RUN@STEP"
+            "snakemake --cores 1 rewind --config rewind=RUN@STEP"
         )
     return name, int(step)
 
@@ -174,7 +170,7 @@ def verified_options():
     """Return the options of `verify` from the command line."""
     if CERTIFICATE is None:
         raise WorkflowError(
-            "Nothing is verified: name a file, a folder or a hub id: snakemake verify --config certificate=FILE_OR_REPO"
+            "Nothing is verified: name a file, a folder or a hub id: snakemake --cores 1 verify --config certificate=FILE_OR_REPO"
         )
     signer = [] if SIGNED_BY is None else ["--signed-by", SIGNED_BY]
     return ["--certificate", CERTIFICATE, *signer]
@@ -191,13 +187,17 @@ if workflow.is_main_process:
         rewound()
     if REWIND is not None and not is_named("rewind"):
         raise WorkflowError(
-            f"rewind = {REWIND}: only the target of this name goes back: snakemake rewind --config rewind={REWIND}"
+            f"rewind = {REWIND}: only the target of this name goes back: snakemake --cores 1 rewind --config rewind={REWIND}"
+        )
+    if is_named("publish") and not any(run.export.hub_repo for run in WHOLE.values()):
+        raise WorkflowError(
+            "export.hub_repo names no repository, so there is nothing to publish. Set it to owner/name."
         )
     if is_named("verify"):
         verified_options()
     elif CERTIFICATE is not None or SIGNED_BY is not None:
         raise WorkflowError(
-            "certificate and signed_by are read by the target verify alone: snakemake verify --config certificate=FILE_OR_REPO"
+            "certificate and signed_by are read by the target verify alone: snakemake --cores 1 verify --config certificate=FILE_OR_REPO"
         )
 
 

@@ -1,4 +1,4 @@
-# No part of `all`: `snakemake publish` requests it.
+# No part of `all`: `snakemake --cores 1 publish` requests it.
 rule publish_run:
     input:
         weights=lambda w: published_files(w.run),

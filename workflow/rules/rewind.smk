@@ -1,4 +1,4 @@
-# No part of `all`: `snakemake rewind --config rewind=RUN@STEP`. The inputs identify the run's checkpoints.
+# No part of `all`: `snakemake --cores 1 rewind --config rewind=RUN@STEP`. The inputs identify the run's checkpoints.
 rule rewind:
     input:
         tokens=lambda w: manifest(RUNS[rewound()[0]]),

@@ -1,7 +1,7 @@
 """State a run's files and measurements, so that others can check them: `certificate.json`.
 
 Every file is first compared with its recorded SHA-256. Signed with `export.signing_key`, if one is
-set. `snakemake verify` checks it."""
+set. `snakemake --cores 1 verify` checks it."""
 
 import argparse
 import json

@@ -2,7 +2,7 @@
 
 It predicts from shapes alone. In the workflow (with --config) it reads the description of the base
 model, the tokens manifest, and this machine. It writes preflight.json, which `finetune` follows. Of
-a run that fits it prints a few lines (`snakemake preflight` prints the tables); one that does not
+a run that fits it prints a few lines (the target `preflight` prints the tables); one that does not
 fit ends with its tables, exit status 1, and the changes that would make it fit.
 
 By hand (with --gpus) it answers the same for any model on any GPUs, without either:

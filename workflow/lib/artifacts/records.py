@@ -245,7 +245,7 @@ class Predicate(Record):
 
     run: str  # name of the run
     certificate: str  # path of the certificate
-    published: str  # folder whose files `snakemake publish` uploads
+    published: str  # folder whose files `snakemake --cores 1 publish` uploads
     facts: dict[str, dict[str, Any]]
     """Facts of files of `subject`, by name: of the data, training, export and servers."""
     measured: dict[SubjectName, dict[str, Any]]

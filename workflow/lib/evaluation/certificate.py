@@ -34,6 +34,7 @@ from workflow.lib.system.artifact_files import read_artifact
 from workflow.lib.system.checksums import HUB_RECORD, RecordedFile
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.files import file_sha256, provenance
+from workflow.lib.system.input_files import why_unreadable
 from workflow.lib.system.number_formats import some_of
 from workflow.lib.system.redaction import public_name
 
@@ -271,7 +272,8 @@ def opened(path: Path, signed_by: Path | None) -> tuple[Statement, str]:
         envelope = Envelope.from_dict(content) if "payload" in content else None
         said = content if envelope is None else dict(json.loads(envelope.payload))
     except (OSError, ValueError, TypeError, KeyError) as error:
-        bound, change = f"it cannot be read ({error!r})", "Name a file certificate.json"
+        bound = why_unreadable(path) or f"it is no certificate ({error!r})"
+        change = "Name a file certificate.json"
         raise setting_error("certificate", str(path), bound, change) from None
     signer = "not signed"
     if signed_by is not None:

@@ -73,7 +73,7 @@ class ExportConfig(Section):
     signing_key: Annotated[str | None, Affects(read_by=("certify_run",), later=True)] = None
     """Private key (of `ssh-keygen`, or PEM) that signs the certificate; null = no signature."""
     hub_repo: Annotated[str | None, PUBLISHED] = Field(None, pattern=HUB_REPO)
-    """Hugging Face hub repository (owner/name) for `snakemake publish`."""
+    """Hugging Face hub repository (owner/name) for `snakemake --cores 1 publish`."""
     hub_form: Annotated[Literal["adapter", "merged", "gguf"], PUBLISHED] = "adapter"
     """The form to upload."""
     hub_public: Annotated[bool, PUBLISHED] = False

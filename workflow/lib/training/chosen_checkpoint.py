@@ -16,7 +16,7 @@ logger = logging.getLogger("workflow")
 
 GO_BACK = (
     "Name one of these steps, or go back to one before it and train from there "
-    "(snakemake rewind --config rewind=RUN@STEP)"
+    "(snakemake --cores 1 rewind --config rewind=RUN@STEP)"
 )
 
 
@@ -24,8 +24,10 @@ def chosen_checkpoint(folder: Path, step: int, *, setting: str, change: str) -> 
     """Return the folder of the checkpoint after `step` steps. Raises `UserError` if there is none,
     with the steps that have one."""
     steps = saved_steps(folder)
+    if not steps:
+        raise setting_error(setting, step, f"{folder} has no checkpoints", "Train the run first")
     if step not in steps:
-        there = f"there are those of steps {', '.join(map(str, steps))}" if steps else "none is"
+        there = f"only those of steps {', '.join(map(str, steps))}"
         raise setting_error(setting, step, f"{folder} has no checkpoint of it, {there}", change)
     return step_dir(folder, step)
 
