@@ -179,12 +179,9 @@ def test_other_evaluation_settings_did_not_train_again(project):
     assert "rule finetune:" not in output
 
 
-def test_every_block_that_is_not_run_gives_a_known_reason():
+def test_every_block_that_is_not_run_gives_a_known_reason_right_before_it():
     reasons = {block.not_run for block in blocks()} - {None}
     assert reasons == set(REASONS)
-
-
-def test_every_reason_stands_right_before_a_block():
     assert README.count("<!-- not run:") == sum(block.not_run is not None for block in blocks())
 
 

@@ -200,7 +200,7 @@ def test_file_that_is_no_certificate_is_one_message(root, content):
 
 
 def test_certificate_that_is_not_there_is_told_in_words(root):
-    with pytest.raises(UserError, match=r"'none\.json': there is no such file or folder\. Name a"):
+    with pytest.raises(UserError, match=r"'none\.json': there is no such file or folder\. Name"):
         verified(root, Path("none.json"))
 
 

@@ -40,15 +40,6 @@ def test_finished_run_that_went_back_is_trained_again(finished_project, tmp_path
         (["verify"], "snakemake --cores 1 verify --config certificate=FILE_OR_REPO"),
         (["publish"], "export.hub_repo names no repository"),
     ],
-    ids=[
-        "no such run",
-        "no step",
-        "nothing named",
-        "another target",
-        "not verify",
-        "no certificate",
-        "no repository",
-    ],
 )
 def test_target_whose_setting_is_missing_or_wrong_says_how_without_a_traceback(
     tmp_path, command, said

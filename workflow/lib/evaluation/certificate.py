@@ -273,8 +273,7 @@ def opened(path: Path, signed_by: Path | None) -> tuple[Statement, str]:
         said = content if envelope is None else dict(json.loads(envelope.payload))
     except (OSError, ValueError, TypeError, KeyError) as error:
         bound = why_unreadable(path) or f"it is no certificate ({error!r})"
-        change = "Name a file certificate.json"
-        raise setting_error("certificate", str(path), bound, change) from None
+        raise setting_error("certificate", str(path), bound, "Name a certificate.json") from None
     signer = "not signed"
     if signed_by is not None:
         key = SSlibKey.from_crypto(_key(signed_by, of="public", setting="signed_by"))

@@ -49,9 +49,10 @@ class Section(BaseModel):
                 raise PydanticCustomError("empty_text", f"{entry}must not be empty")
             if isinstance(text, str | int) and text in texts[: number - 1]:
                 raise PydanticCustomError("repeated", f"{entry}stands there twice")
-        if any(isinstance(text, str) and not _is_utf8(text) for text in texts):
+        strings = [text for text in texts if isinstance(text, str)]
+        if any(text.encode(errors="ignore").decode() != text for text in strings):
             raise PydanticCustomError("string_unicode", "must be text that UTF-8 can hold")
-        if any(isinstance(text, str) and holds_secret(text) for text in texts):
+        if any(map(holds_secret, strings)):
             raise PydanticCustomError(
                 "secret",
                 "must hold no password or token (results name it): set it in the environment",
@@ -75,11 +76,3 @@ class Section(BaseModel):
             *most, last = ["true", "false", *words] + ["a number"] * bool(numbers)
             raise PydanticCustomError("bool_or_word", f"must be {', '.join(most)} or {last}")
         return value
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
