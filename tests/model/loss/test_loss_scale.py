@@ -20,9 +20,7 @@ from workflow.lib.training.checkpoint import CheckpointWriter, resume_
 from workflow.lib.training.loop import Trainer, make_optimizer
 
 IDENTITY = "0123456789ab-cdef01234567"
-FAR_TOO_LARGE = (
-    2.0**130
-)  # matmuls with gradients of fp32 overflow until it has been halved some times
+FAR_TOO_LARGE = 2.0**130  # matmuls of fp32 gradients overflow until it has been halved some times
 
 
 def trained(base, world, *, factor, dtype, folder=None):

@@ -18,31 +18,6 @@ Routes = dict[str, Arguments]
 
 
 @contextmanager
-def noted_routes(model: nn.Module) -> Iterator[Routes]:
-    """Yield the arguments of each layer's experts in later passes; empty without experts."""
-    routes: Routes = {}
-
-    def note(path: str, given: Arguments) -> Arguments:
-        routes[path] = given
-        return given
-
-    with _before_experts(model, note):
-        yield routes
-
-
-@contextmanager
-def fixed_routes(model: nn.Module, routes: Routes, tokens: slice) -> Iterator[None]:
-    """Send the tokens of each pass to the noted experts of `tokens`."""
-
-    def choose(path: str, given: Arguments) -> Arguments:
-        _, index, weights = routes[path]
-        return Arguments(given.hidden_states, index[tokens], weights[tokens])
-
-    with _before_experts(model, choose):
-        yield
-
-
-@contextmanager
 def _before_experts(
     model: nn.Module, change: Callable[[str, Arguments], Arguments]
 ) -> Iterator[None]:
@@ -84,7 +59,11 @@ class ComparedLayers:
         def after(_: int, made: torch.Tensor) -> None:
             self._outputs.append(made[:, :num_tokens].cpu())
 
-        with noted_routes(self._model) as self._routes, self._around_layers(before, after):
+        def note(path: str, given: Arguments) -> Arguments:
+            self._routes[path] = given
+            return given
+
+        with _before_experts(self._model, note), self._around_layers(before, after):
             yield
 
     @contextmanager
@@ -106,7 +85,12 @@ class ComparedLayers:
 
     def routed(self, tokens: slice) -> AbstractContextManager[None]:
         """Within the block send a pass of `tokens` of the noted ones to the noted experts."""
-        return fixed_routes(self._model, self._routes, tokens)
+
+        def choose(path: str, given: Arguments) -> Arguments:
+            _, index, weights = self._routes[path]
+            return Arguments(given.hidden_states, index[tokens], weights[tokens])
+
+        return _before_experts(self._model, choose)
 
     def largest_difference(self) -> float:
         """Return the largest difference of a layer, as a share of its addition (RMS)."""

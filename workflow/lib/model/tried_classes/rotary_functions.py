@@ -47,16 +47,13 @@ TABLES = {
 
 def rotate_by_kernel_(module: nn.Module) -> bool:
     """Replace each function that rotates heads in a module's forward; return whether one is."""
-    return call_ours_(module, _rotating_of)
+    return call_ours_(module, _rotating)
 
 
-def _rotating_of(function: FunctionType) -> Callable[..., Any] | None:
-    form = rotary_form(function)
-    return None if form is None else _rotating(function, form)
-
-
-def _rotating(function: Any, form: Form) -> Callable[..., Any]:
-    """Return ours with `function`'s arguments and result; unknown calls go to `function`."""
+def _rotating(function: FunctionType) -> Callable[..., Any] | None:
+    """Return ours with a rotating function's arguments and result; it gets unknown calls."""
+    if (form := rotary_form(function)) is None:
+        return None
 
     def rotating(*args: Any, **options: Any) -> Any:
         axis = options.get(AXIS, form.axis)
