@@ -1,56 +1,43 @@
 """A model run one layer at a time, on packed rows, computes what the whole stock model does for
 each document alone."""
 
-from typing import Any
+from contextlib import contextmanager
 
 import pytest
 import torch
 from transformers import AutoConfig
 
-from tests.support.families import FAMILIES, ROUTED_IN_GROUPS, SIZES, VOCAB, by_kind, tiny_model
+from tests.support.families import (
+    FAMILIES,
+    LATENT,
+    LONG_ROPE,
+    MAMBA_2,
+    ROUTED_IN_GROUPS,
+    SIZES,
+    VOCAB,
+    by_kind,
+    tiny_model,
+)
 from tests.support.models import tiny_llama
 from workflow.lib.model.nf4_model import auto_class, build_on_meta
 from workflow.lib.model.published.converted_reader import ConvertedReader
-from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.quantization.layer_stream import Batch, LayerStream, attention_of
 from workflow.lib.system.errors import UserError
 
 CPU = torch.device("cpu")
 LENGTHS = (9, 5, 10, 1)  # longer and shorter than windows and convolutions
-INDEXED: dict[str, Any] = {
+INDEXED = LATENT | {
     "index_n_heads": 16,  # of few heads none may find a key, and equal scores are chosen by chance
     "index_head_dim": 16,
     "index_topk": 4,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
     "v_head_dim": 16,
-    "num_key_value_heads": 3,
     "head_dim": None,
     "num_hidden_layers": 3,
     "mlp_layer_types": ["dense", "sparse", "sparse"],
     "indexer_types": ["full", "shared", "full"],
 }
-LONG_ROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 1e4,
-    "original_max_position_embeddings": 6,
-    "short_factor": [1.0 + 0.1 * n for n in range(8)],
-    "long_factor": [4.0 + n for n in range(8)],
-}
-OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "bamba": (
-        "bamba",
-        {
-            "attn_layer_indices": [1],
-            "mamba_n_heads": 6,
-            "mamba_d_head": 16,
-            "mamba_n_groups": 1,
-            "mamba_d_state": 16,
-            "mamba_chunk_size": 8,
-        },
-    ),
+OTHERS = {
+    "bamba": ("bamba", MAMBA_2 | {"attn_layer_indices": [1], "mamba_n_groups": 1}),
     "glm_moe_dsa": ("glm_moe_dsa", ROUTED_IN_GROUPS | INDEXED),
     "phi3, LongRoPE": (
         "phi3",
@@ -73,6 +60,12 @@ def folder_of(name, folder):
     return tiny_model(AutoConfig.for_model(model_type, **sizes), folder)
 
 
+@contextmanager
+def streamed(folder, *, device=CPU, dtype=torch.float32):
+    with ConvertedReader(folder, build_on_meta(folder, dtype=dtype)) as reader:
+        yield LayerStream(folder, reader, device=device, dtype=dtype)
+
+
 def through_all_layers(stream, batch):
     hidden = stream.first_hidden(batch)
     for number in range(len(stream.layers)):
@@ -89,8 +82,7 @@ def test_packed_documents_have_the_logits_of_the_stock_model_for_each_alone(tmp_
     folder = folder_of(name, tmp_path)
     ids = torch.randint(3, VOCAB, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(0))
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
-    with ConvertedReader(folder, build_on_meta(folder, dtype=torch.float32)) as reader:
-        stream = LayerStream(folder, reader, device=CPU, dtype=torch.float32)
+    with streamed(folder) as stream:
         batch = Batch(ids, positions)
         hidden = through_all_layers(stream, batch)
         found = stream.logits(batch, hidden, torch.arange(sum(LENGTHS)))
@@ -109,8 +101,7 @@ def test_same_rows_go_through_two_models_that_share_keys_without_a_mix_up(tmp_pa
     """Gemma 4's later layers attend to keys of earlier ones, which wait beside hidden states."""
     folder = folder_of("gemma4_text", tmp_path)
     ids = torch.randint(3, VOCAB, (1, 11), generator=torch.Generator().manual_seed(0))
-    with ConvertedReader(folder, build_on_meta(folder, dtype=torch.float32)) as reader:
-        stream = LayerStream(folder, reader, device=CPU, dtype=torch.float32)
+    with streamed(folder) as stream:
         alone = through_all_layers(stream, Batch(ids, None))
         one = Batch(ids, None)
         hidden = stream.first_hidden(one)
@@ -128,8 +119,7 @@ def test_layer_can_be_run_as_often_as_it_is_asked_for(tmp_path):
     """Zaya's layers get states of the router of the layer before, and return theirs."""
     folder = folder_of("zaya", tmp_path)
     ids = torch.randint(3, VOCAB, (1, 11), generator=torch.Generator().manual_seed(0))
-    with ConvertedReader(folder, build_on_meta(folder, dtype=torch.float32)) as reader:
-        stream = LayerStream(folder, reader, device=CPU, dtype=torch.float32)
+    with streamed(folder) as stream:
         batch = Batch(ids, None)
         hidden = stream.first_hidden(batch)
         for number in range(len(stream.layers)):
@@ -142,8 +132,7 @@ def test_layer_can_be_run_as_often_as_it_is_asked_for(tmp_path):
 def test_family_that_hands_on_more_than_is_followed_is_refused(tmp_path, monkeypatch):
     """A decoder that adds up what its layers return, and gives it to the next."""
     folder = tiny_llama(tmp_path)
-    with CheckpointReader(folder) as reader:
-        stream = LayerStream(folder, reader, device=CPU, dtype=torch.float32)
+    with streamed(folder) as stream:
         decoder = stream.model.get_decoder()
 
         def adding(input_ids, **_):
@@ -161,9 +150,8 @@ def test_family_that_hands_on_more_than_is_followed_is_refused(tmp_path, monkeyp
 @pytest.mark.parametrize(("family", "heads"), [("gemma2", 3), ("qwen3", 0)])
 def test_heads_that_make_all_scores_are_told(tmp_path, family, heads):
     folder = folder_of(family, tmp_path)
-    with CheckpointReader(folder) as reader:
-        stream = LayerStream(folder, reader, device=CPU, dtype=torch.float32)
-    assert stream.eager_heads == heads
+    with streamed(folder) as stream:
+        assert stream.eager_heads == heads
 
 
 def test_no_more_than_one_layer_has_weights(tmp_path):
@@ -176,8 +164,7 @@ def test_no_more_than_one_layer_has_weights(tmp_path):
             if any(tensor.device.type != "meta" for tensor in layer.parameters())
         ]
 
-    with CheckpointReader(folder) as reader:
-        stream = LayerStream(folder, reader, device=CPU, dtype=torch.float32)
+    with streamed(folder) as stream:
         assert on_the_device(stream) == []
         with stream.loaded(1):
             assert on_the_device(stream) == [1]

@@ -35,8 +35,11 @@ LINEAR = {
     "layer_types": ["linear_attention", "full_attention"],
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
 }
 MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 80}
+LOCAL_EXPERTS = {"num_local_experts": 5, "num_experts_per_tok": 2}
 SHARED_EXPERT = MOE | {"shared_expert_intermediate_size": 64}
 ROUTED_IN_GROUPS = {
     "n_routed_experts": 6,
@@ -72,6 +75,13 @@ GEMMA4 = GEMMA | {
     "vocab_size_per_layer_input": VOCAB,
     "num_kv_shared_layers": 2,
     "use_double_wide_mlp": True,
+}
+MAMBA_2 = {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 8}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0 + 0.1 * n for n in range(8)],
+    "long_factor": [4.0 + n for n in range(8)],
 }
 NEMOTRON_H = {
     "mamba_num_heads": 6,
@@ -226,9 +236,7 @@ FAMILIES: dict[str, FamilyCase] = {
     "nemotron": FamilyCase("LayerNorm with 1 + w, relu squared", {"partial_rotary_factor": 0.5}),
     "starcoder2": FamilyCase("LayerNorm, biases everywhere", {"sliding_window": WINDOW}),
     "gpt_neox": FamilyCase("one projection for all heads", {"rotary_pct": 0.25}),
-    "qwen3_5_text": FamilyCase(
-        "Gated DeltaNet", LINEAR | {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
-    ),
+    "qwen3_5_text": FamilyCase("Gated DeltaNet", LINEAR),
     "olmo_hybrid": FamilyCase(
         "Gated DeltaNet of three convolutions",
         LINEAR | {"linear_num_key_heads": 3, "linear_num_value_heads": 3},
@@ -238,14 +246,12 @@ FAMILIES: dict[str, FamilyCase] = {
     ),
     "falcon_h1": FamilyCase(
         "Mamba 2 beside attention, multipliers in the feed-forward",
-        {
+        MAMBA_2
+        | {
             "mlp_multipliers": [0.7, 0.3],
             "mamba_d_ssm": 48,
-            "mamba_n_heads": 6,
             "mamba_d_head": 8,
             "mamba_n_groups": 1,
-            "mamba_d_state": 16,
-            "mamba_chunk_size": 8,
         },
     ),
     "nemotron_h": FamilyCase(
@@ -280,18 +286,14 @@ FAMILIES: dict[str, FamilyCase] = {
     ),
     "qwen3_moe": FamilyCase("experts", MOE),
     "mixtral": FamilyCase(
-        "experts, published one by one",
-        {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": WINDOW},
+        "experts, published one by one", LOCAL_EXPERTS | {"sliding_window": WINDOW}
     ),
     "olmoe": FamilyCase("three experts a token", {"num_experts": 5, "num_experts_per_tok": 3}),
     "gpt_oss": FamilyCase(
         "experts with biases, transposed and interleaved, attention sinks",
         ALTERNATING
-        | {
-            "num_local_experts": 5,
-            "num_experts_per_tok": 2,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-        },
+        | LOCAL_EXPERTS
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     ),
     "glm4_moe": FamilyCase(
         "a dense layer, then shared and routed experts in groups", ROUTED_IN_GROUPS
@@ -300,10 +302,7 @@ FAMILIES: dict[str, FamilyCase] = {
         "experts and latent attention in layers by name",
         ROUTED_IN_GROUPS | LATENT | {"mlp_layer_types": ["dense", "sparse"]},
     ),
-    "granitemoe": FamilyCase(
-        "experts with four multipliers",
-        MULTIPLIERS | {"num_local_experts": 5, "num_experts_per_tok": 2},
-    ),
+    "granitemoe": FamilyCase("experts with four multipliers", MULTIPLIERS | LOCAL_EXPERTS),
     "afmoe": FamilyCase(
         "masks that leave out where documents begin, gated attention",
         ALTERNATING
@@ -316,16 +315,9 @@ FAMILIES: dict[str, FamilyCase] = {
     ),
     "granitemoehybrid": FamilyCase(
         "Mamba 2, a shared expert beside experts published under other names",
-        {
-            "num_local_experts": 5,
-            "num_experts_per_tok": 2,
-            "shared_intermediate_size": 64,
-            "layer_types": ["linear_attention", "full_attention"],
-            "mamba_n_heads": 6,
-            "mamba_d_head": 16,
-            "mamba_d_state": 16,
-            "mamba_chunk_size": 8,
-        },
+        LOCAL_EXPERTS
+        | MAMBA_2
+        | {"shared_intermediate_size": 64, "layer_types": ["linear_attention", "full_attention"]},
     ),
     "jamba": FamilyCase(
         "Mamba, whose layers ask whether their weights are quantized",
@@ -350,14 +342,8 @@ FAMILIES: dict[str, FamilyCase] = {
         },
     ),
     "deepseek_v3": FamilyCase("experts in groups, latent attention", ROUTED_IN_GROUPS | LATENT),
-    "qwen3_5_moe_text": FamilyCase(
-        "Gated DeltaNet, a gated shared expert",
-        SHARED_EXPERT | LINEAR | {"linear_num_key_heads": 2, "linear_num_value_heads": 4},
-    ),
-    "qwen3_next": FamilyCase(
-        "the same, with fewer and wider projections",
-        SHARED_EXPERT | LINEAR | {"linear_num_key_heads": 2, "linear_num_value_heads": 4},
-    ),
+    "qwen3_5_moe_text": FamilyCase("Gated DeltaNet, a gated shared expert", SHARED_EXPERT | LINEAR),
+    "qwen3_next": FamilyCase("the same, with fewer and wider projections", SHARED_EXPERT | LINEAR),
     "ernie4_5_moe": FamilyCase(
         "experts chosen by corrected scores",
         {
@@ -416,7 +402,7 @@ def tiny_model(config: Any, folder: Path, *, dtype: torch.dtype = torch.float32)
     """Save a random model to `folder`, its norms and biases off their initial values; return
     `folder`."""
     torch.manual_seed(0)
-    model: Any = auto_class(config).from_config(config).float()
+    model = auto_class(config).from_config(config).float()
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *_stored_buffers(model)):
             if tensor.dim() <= 1 or name.endswith("bias"):
