@@ -22,5 +22,4 @@ def test_node_with_a_backward_of_its_own_keeps_nothing_that_its_forward_was_give
     gc.collect()
     assert gone() is None
     y.sum().backward()
-    assert x.grad is not None
     assert x.grad.tolist() == [2.0, 2.0, 2.0]

@@ -25,10 +25,8 @@ WITHOUT_A_GPU = ("No module named 'triton'", "0 active drivers")
 @pytest.mark.skipif(not INSTALLED, reason="Triton is not installed: PyTorch for CPUs needs none")
 def test_kernels_compute_what_their_references_do():
     """By Triton's interpreter, in one process."""
-    from tests.support.kernel_claims import CLAIMS
-
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "tests.support.kernel_claims", *CLAIMS]
+    command = [sys.executable, "-m", "tests.support.kernel_claims"]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
 
@@ -78,7 +76,6 @@ def made_op(*, kernel):
 def test_kernel_that_computes_something_else_is_at_fault():
     assert made_op(kernel=lambda x: x.square().bfloat16()).fault(CPU) is None
     fault = made_op(kernel=lambda x: 1.1 * x.square()).fault(CPU)
-    assert fault is not None
     assert fault.startswith("it computes something else on this GPU")
     assert made_op(kernel=lambda x: x.square() * float("nan")).fault(CPU) == fault
 
@@ -89,7 +86,6 @@ def test_kernel_that_cannot_be_built_is_at_fault():
         raise RuntimeError("out of resource: shared memory\nRequired: 1")
 
     fault = made_op(kernel=kernel).fault(CPU)
-    assert fault is not None
     assert fault.startswith("it cannot be built here (out of resource: shared memory)")
 
 
@@ -140,7 +136,7 @@ def test_first_use_within_a_recomputed_layer_leaves_the_layer_alone(name, monkey
 
 @torch.no_grad()
 def test_hooks_of_a_model_see_nothing_of_a_trial():
-    seen: list[torch.Tensor] = []
+    seen = []
 
     def packed(x):
         seen.append(x)

@@ -1,11 +1,10 @@
 """What GPU kernels must compute, claim by claim, for Triton's interpreter: `python -m
-tests.support.kernel_claims NAME ...` with TRITON_INTERPRET=1. It cuts off where a GPU rounds to
-bf16, so values here are fp32; `tests/gpu` has the rest."""
+tests.support.kernel_claims` with TRITON_INTERPRET=1. It cuts off where a GPU rounds to bf16, so
+values here are fp32; `tests/gpu` has the rest. Every function without an underscore is a claim."""
 
 import itertools
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,24 @@ from workflow.lib.model import fused_feed_forward
 THERE: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 
 
-def pairs_agree(results: list[torch.Tensor], *, rtol: float, atol: float) -> None:
+# Kernels whose results are followed by those in fp32, and bounds.
+PAIRS = (
+    (cases.sums_with_low_rank, 1e-5, 1e-5),
+    (cases.rotations, 1e-5, 1e-5),
+    (cases.sums_by_token, 1e-6, 1e-6),
+    (cases.norms, 1e-5, 1e-5),
+    (recurrences.convolutions, 1e-5, 1e-5),
+    (recurrences.gated_norms, 1e-5, 1e-4),
+)
+
+
+def _pairs_agree(results: list[torch.Tensor], *, rtol: float, atol: float) -> None:
     assert_close(results[::2], results[1::2], rtol=rtol, atol=atol)
+
+
+def results_are_those_in_fp32() -> None:
+    for made, rtol, atol in PAIRS:
+        _pairs_agree(made(**THERE), rtol=rtol, atol=atol)
 
 
 def each_op_is_its_reference() -> None:
@@ -56,14 +71,6 @@ def gates_of_feed_forwards() -> None:
         assert torch.equal(product, again)
 
 
-def parts_of_low_rank() -> None:
-    pairs_agree(cases.sums_with_low_rank(**THERE), rtol=1e-5, atol=1e-5)
-
-
-def rotary_positions() -> None:
-    pairs_agree(cases.rotations(**THERE), rtol=1e-5, atol=1e-5)
-
-
 def dropout() -> None:
     results = cases.droppings(**THERE)
     assert all(map(torch.equal, results[::2], results[1::2]))
@@ -72,23 +79,7 @@ def dropout() -> None:
 def row_lengths() -> None:
     for activation, halves in itertools.product(cases.ACTIVATIONS, (False, True)):
         results = cases.lengthenings(activation, halves=halves, **THERE)
-        pairs_agree(results, rtol=1e-5, atol=1e-4)
-
-
-def sums_by_token() -> None:
-    pairs_agree(cases.sums_by_token(**THERE), rtol=1e-6, atol=1e-6)
-
-
-def norms() -> None:
-    pairs_agree(cases.norms(**THERE), rtol=1e-5, atol=1e-5)
-
-
-def short_convolutions() -> None:
-    pairs_agree(recurrences.convolutions(**THERE), rtol=1e-5, atol=1e-5)
-
-
-def gated_norms() -> None:
-    pairs_agree(recurrences.gated_norms(**THERE), rtol=1e-5, atol=1e-4)
+        _pairs_agree(results, rtol=1e-5, atol=1e-4)
 
 
 def the_gated_delta_rule() -> None:
@@ -101,26 +92,7 @@ def the_state_space() -> None:
 
 def attention_with_wide_heads() -> None:
     for case in attention_cases.WIDE_HEADS:
-        pairs_agree(attention_cases.wide_heads(case, **THERE), rtol=1e-5, atol=1e-5)
-
-
-def feed_forward_in_one_node() -> None:
-    fused_feed_forward._fits_node = lambda layer: True
-    for kind, into in itertools.product(feed_forward.FACTORS, feed_forward.INTO):
-        results = []
-        for on in (False, True):
-            take_kernels(on)
-            with tempfile.TemporaryDirectory() as folder:
-                results.append(
-                    feed_forward.values_and_gradients(Path(folder), kind, into=into, **THERE)
-                )
-        for one, other in zip(*results, strict=True):
-            assert_close(other, one, rtol=0, atol=1e-6 * float(one.abs().max()))
-
-
-def take_kernels(on: bool) -> None:
-    Op.works_on = lambda self, device, *variant: on  # type: ignore[method-assign]
-    Op.takes_kernel = lambda self, *args, **options: on  # type: ignore[method-assign]
+        _pairs_agree(attention_cases.wide_heads(case, **THERE), rtol=1e-5, atol=1e-5)
 
 
 def matmuls_in_8_bits() -> None:
@@ -150,31 +122,27 @@ def calibrated_rounding() -> None:
         assert len(loop[0].unique()) == (16 if shape[1] > 1 else 4), shape
 
 
-CLAIMS: dict[str, Callable[[], None]] = {
-    claim.__name__: claim
-    for claim in (
-        each_op_is_its_reference,
-        decoding,
-        gates_of_feed_forwards,
-        parts_of_low_rank,
-        rotary_positions,
-        dropout,
-        row_lengths,
-        sums_by_token,
-        norms,
-        short_convolutions,
-        gated_norms,
-        the_gated_delta_rule,
-        the_state_space,
-        attention_with_wide_heads,
-        matmuls_in_8_bits,
-        experts,
-        calibrated_rounding,
-        feed_forward_in_one_node,
-    )
-}
+def feed_forward_in_one_node() -> None:
+    """The last one: it has all operations take kernels."""
+    fused_feed_forward._fits_node = lambda layer: True
+    for kind, into in itertools.product(feed_forward.FACTORS, feed_forward.INTO):
+        results = []
+        for on in (False, True):
+            _take_kernels(on)
+            with tempfile.TemporaryDirectory() as folder:
+                made = feed_forward.values_and_gradients(Path(folder), kind, into=into)
+                results.append(made)
+        for one, other in zip(*results, strict=True):
+            assert_close(other, one, rtol=0, atol=1e-6 * float(one.abs().max()))
+
+
+def _take_kernels(on: bool) -> None:
+    Op.works_on = lambda self, device, *variant: on
+    Op.takes_kernel = lambda self, *args, **options: on
+
 
 if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        print(f"claim: {name}", file=sys.stderr, flush=True)
-        CLAIMS[name]()
+    for name, claim in [*globals().items()]:
+        if getattr(claim, "__module__", "") == __name__ and not name.startswith("_"):
+            print(f"claim: {name}", file=sys.stderr, flush=True)
+            claim()

@@ -7,24 +7,18 @@ from workflow.lib.model.layers.nf4_linear import NF4Spec
 from workflow.lib.model.layers.nf4_stack import NF4Stack
 
 
-def packed_stack(
-    weights: torch.Tensor, *, block_size: int = 64, double_quant: bool = True
-) -> NF4Stack:
+def packed_stack(weights: torch.Tensor, *, double_quant: bool = True) -> NF4Stack:
     """Return weights (experts, out, in) as a stack whose bytes are those of bitsandbytes."""
     experts, out_features, in_features = weights.shape
     shape = (experts * out_features, in_features)
-    data, state = quantize_4bit(
-        weights.reshape(shape),
-        blocksize=block_size,
-        quant_type="nf4",
-        compress_statistics=double_quant,
-    )
+    options = {"blocksize": 64, "quant_type": "nf4", "compress_statistics": double_quant}
+    data, state = quantize_4bit(weights.reshape(shape), **options)
     parts = {"weight": data, "absmax": state.absmax, "quant_map": state.code}
     offset = torch.zeros(())
     if double_quant:
         nested, offset = state.state2, state.offset
         parts |= {"nested_absmax": nested.absmax, "nested_quant_map": nested.code}
-    spec = NF4Spec(shape, block_size, double_quant, float(offset), experts)
+    spec = NF4Spec(shape, 64, double_quant, float(offset), experts)
     stack = NF4Stack(spec, compute_dtype=torch.float32).to_empty(device="cpu")
     stack.nested_offset.copy_(offset)
     for name, part in parts.items():

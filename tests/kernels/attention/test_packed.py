@@ -1,19 +1,14 @@
-"""Which attention a run gets, and that no path lets a document see another."""
-
-from typing import Any
+"""Which attention a run gets, and what is refused. That no document sees another:
+`tests/training/test_families.py`."""
 
 import pytest
 import torch
 
-from tests.support.models import VOCAB, random_store
+from tests.support.refusals import refusal
 from workflow.lib.kernels.attention import packed as packed_attention
 from workflow.lib.kernels.attention.packed import document_bounds, flash_arguments, varlen_attention
 from workflow.lib.kernels.attention.wide import Seen
 from workflow.lib.model.backends import resolve_training_attention
-from workflow.lib.model.lora import init_adapters_, inject_adapters
-from workflow.lib.model.nf4_model import build_nf4_on_meta, load_weights_, materialize_
-from workflow.lib.model.training_module import CausalLMForTraining
-from workflow.lib.settings.config import LoraSettings
 from workflow.lib.system.compute_choice import AttentionNeeds, automatic_attention
 from workflow.lib.system.errors import UserError
 
@@ -84,7 +79,7 @@ def test_auto_is_sdpa_for_what_no_packed_attention_can_do(needs, reason):
 
 def test_heads_wider_than_those_of_flash_attention_are_for_kernels_of_ours():
     needs = AttentionNeeds(head_dim=512, value_dim=512)
-    on: dict[str, Any] = {"cuda": True, "bfloat16": True, "compute_dtype": "bfloat16"}
+    on = {"cuda": True, "bfloat16": True, "compute_dtype": "bfloat16"}
     on |= {"flash_package": True}
     assert automatic_attention(needs, **on, training=True).name == "varlen"
     assert automatic_attention(needs, **on, training=False).name == "sdpa"
@@ -98,7 +93,7 @@ def test_heads_wider_than_those_of_flash_attention_are_for_kernels_of_ours():
 @pytest.mark.parametrize("width", [256, 264])
 def test_varlen_hands_wide_heads_to_kernels_of_ours(width, monkeypatch):
     """With the layer's bounds, scale and window; both kernels are for GPUs."""
-    told: list[dict[str, Any]] = []
+    told = []
 
     def wide(query, *given, **arguments):
         told.append({"bounds": given[-1].tolist(), **arguments})
@@ -187,52 +182,10 @@ def test_boundaries_carry_the_names_that_attention_layers_pass_on():
 def test_varlen_refuses_whatever_it_would_leave_out(arguments, named):
     """Sinks, for instance: the check of the family uses the same attention, so it would not
     notice."""
-    heads = torch.zeros(1, 2, 5, 16)
+    heads = (torch.zeros(1, 2, 5, 16),) * 3
     bounds = flash_arguments(torch.tensor([0, 5], dtype=torch.int32), 5)
-    with pytest.raises(UserError) as caught:
-        varlen_attention(
-            torch.nn.Linear(1, 1),
-            heads,
-            heads,
-            heads,
-            **({"attention_mask": None} | bounds | arguments),
-        )
-    assert str(caught.value) == (
+    told = {"attention_mask": None} | bounds | arguments
+    assert refusal(varlen_attention, torch.nn.Linear(1, 1), *heads, **told) == (
         f"model.attention = 'varlen': Linear asks its attention for {named}, which varlen cannot "
         "do, and the model would be trained without. Set it to flex."
     )
-
-
-def logits(training, ids, rows):
-    """Return the logits (rows, seq_len, vocab) of packed rows, as training computes them."""
-    everywhere = torch.arange(ids.numel())
-    with torch.no_grad():
-        return training.logits(ids, rows, everywhere).unflatten(0, ids.shape)
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_a_changed_document_changes_no_other_document(tiny_base, attention):
-    training = whole_model(tiny_base, attention=attention)
-    store = random_store(rows=2, seq_len=37, seed=3)
-    ids = torch.from_numpy(store.input_ids.astype("int64"))
-    positions = torch.from_numpy(store.position_ids.astype("int64"))
-    start = int((positions[0] == 0).nonzero().flatten()[-1])
-    assert start > 0, "the first row holds several documents"
-    last, first = ids.clone(), ids.clone()
-    last[0, start:] = (last[0, start:] + 1) % VOCAB
-    first[0, :start] = (first[0, :start] + 1) % VOCAB
-    plain, with_last, with_first = (logits(training, x, positions) for x in (ids, last, first))
-    torch.testing.assert_close(with_last[0, :start], plain[0, :start])
-    torch.testing.assert_close(with_first[0, start:], plain[0, start:])
-    torch.testing.assert_close(with_last[1], plain[1])
-    assert not torch.allclose(with_last[0, start:], plain[0, start:])
-
-
-def whole_model(base, *, attention):
-    """Build the training module of an NF4 base in this process, fp32."""
-    model = build_nf4_on_meta(base, compute_dtype=torch.float32, attention=attention)
-    training = CausalLMForTraining(inject_adapters(model, LoraSettings(r=2)))
-    materialize_(training, transformers_model=model, device=CPU)
-    load_weights_(model, base)
-    init_adapters_(training, seed=0, base=base)
-    return training

@@ -26,7 +26,6 @@ def test_prompt_before_the_first_trained_token_is_left_once():
 @pytest.mark.parametrize("window", [None, 3])
 def test_gathered_keys_are_those_that_the_mask_shows(window):
     shared = SharedPrompts.of(POSITIONS)
-    assert shared is not None
     assert shared.bounds.diff().tolist() == SIZES["keys"]
     assert shared.longest == max(SIZES["keys"])
     draw = torch.Generator().manual_seed(0)

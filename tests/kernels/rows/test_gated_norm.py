@@ -1,8 +1,6 @@
 """Gated norms without GPU kernels, which `test_kernels` tries, and which classes of families are
 such norms."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -10,6 +8,7 @@ from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGate
 from transformers.models.nemotron_h import modeling_nemotron_h as nemotron_h
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 
+from tests.kernels.recurrences.test_recurrences import saved_by
 from workflow.lib.kernels.rows.gated_norm import GatedNorm
 from workflow.lib.model.fusion.fuse_layers import as_gated_norm
 
@@ -32,7 +31,6 @@ def test_families_norms_are_known_and_computed(name):
     with torch.no_grad():
         family.weight.copy_(torch.rand(WIDTH, generator=draw))
     ours = as_gated_norm(family)
-    assert ours is not None
     assert (ours.groups, ours.gate_first) == (groups, gate_first)
     assert ours.weight is family.weight
     given = [torch.randn(2, 5, WIDTH, generator=draw).requires_grad_() for _ in "xg"]
@@ -47,22 +45,15 @@ def test_families_norms_are_known_and_computed(name):
 def test_inputs_are_kept_and_nothing_else():
     norm = GatedNorm(nn.Parameter(torch.rand(8)), eps=1e-6, groups=2, gate_first=True)
     given = [torch.randn(3, 8).bfloat16().requires_grad_() for _ in "xg"]
-    saved: list[torch.Tensor] = []
-
-    def packed(x):
-        saved.append(x)
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(packed, lambda x: x):
-        output = norm(*given)
-    assert output.dtype == torch.bfloat16
+    saved = saved_by(lambda: norm(*given))
+    assert norm(*given).dtype == torch.bfloat16
     assert [x.data_ptr() for x in saved] == [x.data_ptr() for x in given]
 
 
 class Squared(Qwen3_5RMSNormGated):
     """Has the parameters of such a norm, and gates by something else."""
 
-    def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor) -> Any:
+    def forward(self, hidden_states, gate):
         return super().forward(hidden_states, gate) * gate
 
 
