@@ -2,7 +2,6 @@
 or altered."""
 
 import shutil
-from typing import Any
 
 import pytest
 import torch
@@ -10,12 +9,11 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
 from tests.support.built_models import built_model
-from tests.support.distributed import TIMEOUT_S, run_distributed
+from tests.support.distributed import run_in_group
 from tests.support.models import adapted, quantized, random_store, tiny_llama
 from tests.support.plans import make_plan
 from workflow.lib.distributed.fsdp import forward_only
 from workflow.lib.distributed.weight_checks import local_bytes, mismatched_tensors
-from workflow.lib.distributed.world import process_group
 from workflow.lib.model.architecture.layer_choice import recomputed_layers
 from workflow.lib.model.decoder_layers import decoder_layers
 from workflow.lib.model.layers.nf4_linear import nf4_linears
@@ -41,38 +39,35 @@ ALTERED = {
 }
 
 
-def survey(base, altered_base):
-    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        model = built_model(base, CONFIG, make_plan(), world)
-        params = dict(model.training.named_parameters())
-        report: dict[str, Any] = {
-            "ranges": {name: (*local_range(p), p.shape[0]) for name, p in params.items()},
-            "local_rows": {name: len(local(p)) for name, p in params.items()},
-            "bytes": held_bytes(model, world),
-            "spare_bytes": spare_bytes(model, world),
-            "bytes_read": model.bytes_read,
-            "units": len(model.units),
-            "whole": whole(model, params),
-        }
-        report["checks"] = startup_checks(model, random_store(rows=2, seq_len=11), base, world)
-        report["held_after_checks"] = held_bytes(model, world)
-        with CheckpointReader(base) as reader:
-            report["found"] = {name: alter(model, name, reader, world) for name in ALTERED}
-            report["afterwards"] = mismatches(model, reader, world)
-        with CheckpointReader(altered_base) as reader:
-            report["on_disk"] = mismatches(model, reader, world)
-        try:
-            startup_checks(model, random_store(rows=2, seq_len=11), altered_base, world)
-        except UserError as error:
-            report["message"] = str(error)
-    report["left"] = not torch.distributed.is_initialized()
+def survey(world, base, altered_base):
+    model = built_model(base, CONFIG, make_plan(), world)
+    params = dict(model.training.named_parameters())
+    report = {
+        "ranges": {name: (*local_range(p), p.shape[0]) for name, p in params.items()},
+        "local_rows": {name: len(local(p)) for name, p in params.items()},
+        "bytes": held_bytes(model, world),
+        "spare_bytes": spare_bytes(model, world),
+        "bytes_read": model.bytes_read,
+        "units": len(model.units),
+        "whole": whole(model, params),
+    }
+    report["checks"] = startup_checks(model, random_store(rows=2, seq_len=11), base, world)
+    report["held_after_checks"] = held_bytes(model, world)
+    with CheckpointReader(base) as reader:
+        report["found"] = {name: alter(model, name, reader, world) for name in ALTERED}
+        report["afterwards"] = mismatches(model, reader, world)
+    with CheckpointReader(altered_base) as reader:
+        report["on_disk"] = mismatches(model, reader, world)
+    try:
+        startup_checks(model, random_store(rows=2, seq_len=11), altered_base, world)
+    except UserError as error:
+        report["message"] = str(error)
     return report
 
 
 def held_bytes(model, world):
     """Return the bytes that this process holds, and those of the whole model, with the slices of
     packed weights."""
-    assert model.packed_layers is not None
     sliced = model.packed_layers.device_bytes
     held, total = local_bytes(model.training)
     return held + sliced, total + sliced * world.size
@@ -81,7 +76,6 @@ def held_bytes(model, world):
 def spare_bytes(model, world):
     """Return by how much the slices of all processes are more than the packed tensors, each rounded
     up to 512 bytes."""
-    assert model.packed_layers is not None
     linears = dict(nf4_linears(model.training))
     sizes = [size for linear in linears.values() for size in linear.spec.sizes.values()]
     return model.packed_layers.device_bytes * world.size - sum(-(-x // 512) * 512 for x in sizes)
@@ -89,7 +83,6 @@ def spare_bytes(model, world):
 
 def whole(model, params):
     """Return the values of all parameters, gathered."""
-    assert model.packed_layers is not None
     found = {n: p.full_tensor().detach() for n, p in params.items() if isinstance(p, DTensor)}
     for number in model.packed_layers.slices:
         with model.packed_layers.gathered(number):
@@ -99,7 +92,6 @@ def whole(model, params):
 
 
 def mismatches(model, reader, world):
-    assert model.packed_layers is not None
     units = mismatched_tensors(model.training, model.units, reader, world)
     return units + model.packed_layers.mismatched(reader)
 
@@ -131,7 +123,6 @@ def last_part(model, name, world):
 def last_part_of_slices(model, param, world):
     """The same of a packed parameter: its layer's slices lie one behind the other in the buffer."""
     packed = model.packed_layers
-    assert packed is not None
     for number, mine in packed.slices.items():
         with packed.gathered(number):
             start, stop = param.storage_offset() * 4, (param.storage_offset() + param.numel()) * 4
@@ -157,7 +148,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def reports(folder):
-    return run_distributed(survey, folder / "nf4", folder / "altered", world_size=PROCESSES)
+    return run_in_group(survey, folder / "nf4", folder / "altered", world_size=PROCESSES)
 
 
 def test_slices_of_all_processes_cover_every_tensor_once(reports):
@@ -217,29 +208,28 @@ def test_one_bit_of_the_checkpoint_is_found_by_all(reports):
     assert [report["on_disk"] for report in reports] == [[f"{LAYER}.weight"]] * PROCESSES
 
 
-def keep_gathered(base):
+def keep_gathered(world, base):
     """Run a forward without backward where layers stay gathered, first as FSDP leaves it."""
-    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        plan = make_plan(reshard_after_forward=False)
-        training = built_model(base, CONFIG, plan, world).training
-        before, held = trainable_parameters(training), local_bytes(training)
-        ids = torch.arange(11)[None]
-        with torch.no_grad():
-            training.logits(ids, ids, ids[0])
-        try:
-            found: Any = trainable_parameters(training)
-        except AssertionError as error:
-            found = str(error)
-        with forward_only(training):
-            training.logits(ids, ids, ids[0])
-        after = trainable_parameters(training)
-        same = before.keys() == after.keys() and all(after[n] is before[n] for n in before)
-        return {"gathered": found, "same": same, "freed": local_bytes(training) == held}
+    plan = make_plan(reshard_after_forward=False)
+    training = built_model(base, CONFIG, plan, world).training
+    before, held = trainable_parameters(training), local_bytes(training)
+    ids = torch.arange(11)[None]
+    with torch.no_grad():
+        training.logits(ids, ids, ids[0])
+    try:
+        found = trainable_parameters(training)
+    except AssertionError as error:
+        found = str(error)
+    with forward_only(training):
+        training.logits(ids, ids, ids[0])
+    after = trainable_parameters(training)
+    same = before.keys() == after.keys() and all(after[n] is before[n] for n in before)
+    return {"gathered": found, "same": same, "freed": local_bytes(training) == held}
 
 
 def test_parameters_are_listed_as_shards_or_not_at_all(folder):
     """Gathered ones are other objects, which an optimizer does not know and nothing updates."""
-    for result in run_distributed(keep_gathered, folder / "nf4", world_size=2):
+    for result in run_in_group(keep_gathered, folder / "nf4", world_size=2):
         assert "layers.0.self_attn.q_proj.lora_A.weight is gathered" in result["gathered"]
         assert result["same"]
         assert result["freed"]
@@ -251,7 +241,7 @@ def test_parameters_are_listed_as_shards_or_not_at_all(folder):
 def test_layers_of_a_level_are_recomputed(folder, level, chosen):
     model = build_on_meta(folder / "original", dtype=torch.float32)
     checkpoint_activations_(model, recomputed_layers(level, 3))
-    layers: Any = decoder_layers(model)
+    layers = decoder_layers(model)
     assert [n for n, layer in enumerate(layers) if layer.gradient_checkpointing] == chosen
 
 

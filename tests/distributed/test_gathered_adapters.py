@@ -1,16 +1,13 @@
 """Adapters that decoder layers gather in the compute dtype: what is computed of them, and the
 float32 gradients of their masters."""
 
-from typing import Any
-
 import pytest
 import torch
 
 from tests.distributed.test_vocabulary_parallel import batch_of, fill_
 from tests.support.built_models import built_model
-from tests.support.distributed import TIMEOUT_S, run_distributed
+from tests.support.distributed import run_in_group
 from tests.support.plans import make_plan
-from workflow.lib.distributed.world import process_group
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.settings.config import LoraSettings, RunConfig
 from workflow.lib.training.micro_batch_graphs import forward_backward
@@ -32,7 +29,7 @@ def step(base, world, lora):
     for param in params.values():
         param.grad = None
     forward_backward(training, batch, torch.ones(()))
-    gradients: dict[str, Any] = {name: param.grad for name, param in params.items()}
+    gradients = {name: param.grad for name, param in params.items()}
     return {
         "seen": seen,
         "masters": {param.dtype for param in params.values()},
@@ -42,7 +39,7 @@ def step(base, world, lora):
 
 def watched(training):
     """Note the types of all trainable parameters of a layer while it computes."""
-    seen: set[torch.dtype] = set()
+    seen = set()
     for layer in training.peft_model.get_base_model().get_decoder().layers:
 
         def note(_, __, layer=layer):
@@ -52,15 +49,14 @@ def watched(training):
     return seen
 
 
-def survey(base):
-    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        kinds = {"lora": LoraSettings(**LORA), "dora": LoraSettings(**LORA, use_dora=True)}
-        return {name: step(base, world, lora) for name, lora in kinds.items()}
+def survey(world, base):
+    kinds = {"lora": LoraSettings(**LORA), "dora": LoraSettings(**LORA, use_dora=True)}
+    return {name: step(base, world, lora) for name, lora in kinds.items()}
 
 
 @pytest.fixture(scope="module")
 def found(tiny_base):
-    return run_distributed(survey, tiny_base, world_size=2)
+    return run_in_group(survey, tiny_base, world_size=2)
 
 
 def test_layers_see_adapters_in_the_compute_type(found):

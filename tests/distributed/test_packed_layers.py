@@ -9,11 +9,10 @@ import torch.distributed as dist
 
 from tests.distributed.test_vocabulary_parallel import batch_of, fill_
 from tests.support.built_models import built_model
-from tests.support.distributed import TIMEOUT_S, run_distributed
+from tests.support.distributed import run_in_group
 from tests.support.gathering import all_full
-from tests.support.models import quantized, random_store, tiny_llama
+from tests.support.models import base_fixture, random_store
 from tests.support.plans import make_plan
-from workflow.lib.distributed.world import process_group
 from workflow.lib.model.architecture.layer_choice import activation_offload_layers, spread
 from workflow.lib.model.layers.nf4_linear import nf4_linears
 from workflow.lib.model.lora import trainable_parameters
@@ -30,10 +29,7 @@ CORRUPTED = (0, 1)  # counts with recomputation, of which a byte is changed at t
 CHANGED = [(level, count) for level, counts in CASES.items() for count in counts if count]
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("offloaded_layers")
-    return quantized(tiny_llama(folder / "original", num_hidden_layers=LAYERS), folder / "nf4")
+base = base_fixture(num_hidden_layers=LAYERS)
 
 
 def engine(base, world, *, count, level):
@@ -81,7 +77,7 @@ def packed(layer):
 
 
 def layers_of(model):
-    return model.training.peft_model.get_base_model().get_decoder().layers  # type: ignore[operator]
+    return model.training.peft_model.get_base_model().get_decoder().layers
 
 
 def waiting_layers(model):
@@ -103,7 +99,6 @@ def watched(model):
 
 def corrupted(model, store, base, world):
     """Change one byte of this process's slices; return what the checks say."""
-    assert model.packed_layers is not None
     for mine in model.packed_layers.slices.values():
         mine[:1] += 1
     try:
@@ -113,15 +108,14 @@ def corrupted(model, store, base, world):
     return ""
 
 
-def survey(base):
-    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        cases = [(count, level) for level, counts in CASES.items() for count in (*counts, WHOLE)]
-        return {(c, level): engine(base, world, count=c, level=level) for c, level in cases}
+def survey(world, base):
+    cases = [(count, level) for level, counts in CASES.items() for count in (*counts, WHOLE)]
+    return {(c, level): engine(base, world, count=c, level=level) for c, level in cases}
 
 
 @pytest.fixture(scope="module", params=[1, 3], ids=lambda n: f"{n} processes")
 def found(request, base):
-    return run_distributed(survey, base, world_size=request.param)
+    return run_in_group(survey, base, world_size=request.param)
 
 
 @pytest.mark.parametrize(

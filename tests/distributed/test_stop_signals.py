@@ -1,6 +1,7 @@
 """A signal to any process stops all between two steps; a run that ends early keeps its last
 checkpoint."""
 
+import math
 import os
 import signal
 import time
@@ -9,15 +10,15 @@ from functools import partial
 
 import pytest
 
-from tests.support.distributed import TIMEOUT_S, run_distributed
+from tests.support.distributed import run_distributed, run_in_group
 from tests.support.finished import CONFIG, PLAN, arguments, finetune, finished, prepare
 from tests.support.models import tiny_llama
+from tests.support.refusals import refusal
 from workflow.lib.distributed.stop_signals import SIGNALS, StopRequest
-from workflow.lib.distributed.world import largest_of_all, process_group
+from workflow.lib.distributed.world import largest_of_all
 from workflow.lib.export.adapter_files import read_sharded_adapter
 from workflow.lib.settings.config import LoraSettings
 from workflow.lib.system.artifact_files import read_lines
-from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import read_checked_json
 from workflow.lib.training.checkpoint import saved_steps
 
@@ -25,9 +26,8 @@ FEW = 4  # steps
 SMALL = partial(tiny_llama, num_hidden_layers=2)
 
 
-def asked_by_each(numbers):
-    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        return {number: asked(number, world) for number in numbers}
+def asked_by_each(world, numbers):
+    return {number: asked(number, world) for number in numbers}
 
 
 def asked(number, world):
@@ -46,7 +46,7 @@ def asked(number, world):
 
 @pytest.fixture(scope="module")
 def decisions():
-    return run_distributed(asked_by_each, SIGNALS, world_size=2)
+    return run_in_group(asked_by_each, SIGNALS, world_size=2)
 
 
 @pytest.mark.parametrize("number", SIGNALS)
@@ -67,23 +67,31 @@ def test_signal_that_is_ignored_stays_ignored():
         signal.signal(signal.SIGHUP, before)
 
 
-def stopped_after(folder, first):
-    """Be a worker that asks itself to stop in its step `first`; return the exit status."""
+def interfere(act):
+    """Have a function of the number of each step, from 1 on, and its loss look at every step of
+    this process, which ends with the call; the loss that it returns counts, if any."""
     from workflow.lib.training import loop
 
     original = loop.check_step
 
     def check(loss, norm, *, step, origin):
-        original(loss, norm, step=step, origin=origin)
-        if step + 1 == first and os.environ["RANK"] == "1":
+        said = act(step + 1, loss)
+        original(loss if said is None else said, norm, step=step, origin=origin)
+
+    loop.check_step = check
+
+
+def stopped_after(folder, first):
+    """Be a worker that asks itself to stop in its step `first`; return the exit status."""
+
+    def stop(step, loss):
+        if step == first and os.environ["RANK"] == "1":
             signal.raise_signal(signal.SIGTERM)  # to this thread, so at once
 
-    loop.check_step = check  # this process ends with the call
-    try:
+    interfere(stop)
+    with pytest.raises(SystemExit) as stopped:
         finetune(arguments(folder))
-    except SystemExit as stop:
-        return stop.code
-    return None
+    return stopped.value.code
 
 
 @pytest.fixture(scope="module")
@@ -110,22 +118,11 @@ def test_stopped_and_repeated_run_says_so_and_has_every_line_once(stopped):
 
 
 def diverging(folder):
-    from workflow.lib.training import loop
-
-    original = loop.check_step
-
-    def check(loss, norm, *, step, origin):
-        original(float("nan") if step + 1 == FEW else loss, norm, step=step, origin=origin)
-
-    loop.check_step = check  # this process ends with the call
+    interfere(lambda step, loss: math.nan if step == FEW else loss)
     every = {"checkpoint_every_steps": 1, "keep_checkpoints": 9, "max_steps": FEW}
     train = CONFIG.train.model_copy(update=every)
     config = CONFIG.model_copy(update={"train": train, "lora": LoraSettings(r=2)})
-    try:
-        finetune(arguments(folder), config, replace(PLAN, num_steps=FEW))
-    except UserError as error:
-        return str(error)
-    return "no error"
+    return refusal(finetune, arguments(folder), config, replace(PLAN, num_steps=FEW))
 
 
 def test_diverging_run_keeps_the_checkpoint_that_was_being_written(tmp_path):
@@ -138,22 +135,14 @@ def test_diverging_run_keeps_the_checkpoint_that_was_being_written(tmp_path):
 def reading_cut_tokens(folder):
     """Be a worker of a run whose tokens lose their last byte in step 3, so that it reads as zero
     from then on."""
-    from workflow.lib.training import loop
 
-    original = loop.check_step
-
-    def check(loss, norm, *, step, origin):
-        original(loss, norm, step=step, origin=origin)
-        if step + 1 == 3 and os.environ["RANK"] == "0":
+    def cut(step, loss):
+        if step == 3 and os.environ["RANK"] == "0":
             path = folder / "tokens" / "train.input_ids.npy"
             os.truncate(path, path.stat().st_size - 1)
 
-    loop.check_step = check  # this process ends with the call
-    try:
-        finetune(arguments(folder))
-    except UserError as error:
-        return str(error)
-    return "no error"
+    interfere(cut)
+    return refusal(finetune, arguments(folder))
 
 
 def test_nothing_is_saved_of_steps_that_may_have_read_a_cut_file(tmp_path):

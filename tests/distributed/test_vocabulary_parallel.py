@@ -3,7 +3,6 @@ tables, and no table is gathered."""
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -15,16 +14,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.support.built_models import built_model
-from tests.support.distributed import TIMEOUT_S, run_distributed
+from tests.support.distributed import run_in_group
 from tests.support.gathering import all_full
-from tests.support.models import adapted, quantized, random_store, tiny_llama
+from tests.support.models import adapted, base_fixture, random_store
 from tests.support.plans import make_plan
 from workflow.lib.distributed.vocabulary_parallel import (
     ExchangedRows,
     SlicedCrossEntropy,
     SlicedHead,
 )
-from workflow.lib.distributed.world import process_group
 from workflow.lib.model.architecture.vocabulary_slices import (
     FEWEST_ROWS,
     chunk_rows,
@@ -34,7 +32,7 @@ from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.loss.chunked_loss import OutputHead
 from workflow.lib.model.nf4_model import local, local_range
 from workflow.lib.settings.config import LoraSettings, RunConfig
-from workflow.lib.training.batches import make_batch
+from workflow.lib.training.batches import stored_batch
 from workflow.lib.training.startup_checks import startup_checks
 
 PROCESSES, HIDDEN, ROWS, SEQ_LEN = 4, 13, 8, 17
@@ -99,7 +97,7 @@ def sliced(case, world):
 def of_slopes(head_loss, hidden, targets):
     """Gradients where each row has a slope: known before, and of its log-probability; of a frozen
     head and of a trained one."""
-    results: dict[str, Any] = {}
+    results = {}
     masters = dict(head_loss.head.module.named_parameters())
     for trained in (False, True):
         for known in (True, False):
@@ -128,7 +126,7 @@ class LargestTensor(TorchDispatchMode):
 
     largest = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
         sizes = [leaf.numel() for leaf in tree_leaves(made) if type(leaf) is torch.Tensor]
         self.largest = max(self.largest, *sizes, 0)
@@ -172,36 +170,26 @@ def fill_(params):
 
 def batch_of(rows, *, trained, device="cpu"):
     store = random_store(rows=ROWS, seq_len=SEQ_LEN)
-    return make_batch(
-        store.input_ids[rows].astype("int64"),
-        store.position_ids[rows].astype("int64"),
-        store.loss_mask[rows] & trained,
-        device=torch.device(device),
-    )
+    store.loss_mask &= trained
+    return stored_batch(store, rows).to(torch.device(device))
 
 
-def survey(base):
-    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
-        return {
-            "heads": {case: sliced(case, world) for case in HEADS},
-            "on the device": engine(base, world, offload_embedding=False),
-            "on the host": engine(base, world, offload_embedding=True),
-            "two replicas": engine(base, replace(world, mesh=mesh), offload_embedding=False),
-        }
+def survey(world, base):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    return {
+        "heads": {case: sliced(case, world) for case in HEADS},
+        "on the device": engine(base, world, offload_embedding=False),
+        "on the host": engine(base, world, offload_embedding=True),
+        "two replicas": engine(base, replace(world, mesh=mesh), offload_embedding=False),
+    }
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("vocabulary")
-    return quantized(
-        tiny_llama(folder / "original", vocab_size=LARGE, num_hidden_layers=2), folder / "nf4"
-    )
+base = base_fixture(vocab_size=LARGE, num_hidden_layers=2)
 
 
 @pytest.fixture(scope="module")
 def found(base):
-    return run_distributed(survey, base, world_size=PROCESSES)
+    return run_in_group(survey, base, world_size=PROCESSES)
 
 
 @pytest.fixture(params=HEADS)

@@ -1,8 +1,6 @@
-from functools import partial
-
 import pytest
 
-from tests.support.distributed import TIMEOUT_S, run_distributed
+from tests.support.distributed import run_in_group
 from workflow.lib.distributed.work_sharing import (
     Division,
     agreed,
@@ -11,7 +9,6 @@ from workflow.lib.distributed.work_sharing import (
     main_first,
     shared_out,
 )
-from workflow.lib.distributed.world import process_group
 from workflow.lib.system.errors import UserError
 
 GIB = 2**30
@@ -21,37 +18,35 @@ def squares(items):
     return [item * item for item in items]
 
 
-def share(file):
+def share(world, file):
     """One process's view: shared results of 7, 1 and 0 items, an agreed value, and the order in the
     block."""
-    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        results = [shared_out(list(range(n)), squares, world=world) for n in (7, 1, 0)]
-        with main_first(world), file.open("a") as log:
-            log.write(f"{world.rank}\n")
-        return results, agreed(f"of {world.rank}", world=world)
+    results = [shared_out(list(range(n)), squares, world=world) for n in (7, 1, 0)]
+    with main_first(world), file.open("a") as log:
+        log.write(f"{world.rank}\n")
+    return results, agreed(f"of {world.rank}", world=world)
 
 
 def test_shares_come_together_in_order_and_the_main_process_goes_first(tmp_path):
-    found = run_distributed(partial(share, tmp_path / "log"), world_size=3)
+    found = run_in_group(share, tmp_path / "log", world_size=3)
     expected = [squares(range(7)), [0], []]
     assert found == [(expected, "of 0")] * 3
     assert (tmp_path / "log").read_text().startswith("0\n")
 
 
-def fail_first(file):
-    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        try:
-            with main_first(world):
-                if world.is_main:
-                    raise UserError("the cause")
-                file.touch()
-        except UserError as error:
-            return str(error)
+def fail_first(world, file):
+    try:
+        with main_first(world):
+            if world.is_main:
+                raise UserError("the cause")
+            file.touch()
+    except UserError as error:
+        return str(error)
     return "went on"
 
 
 def test_failure_of_the_main_process_stops_the_others_before_the_block(tmp_path):
-    found = run_distributed(partial(fail_first, tmp_path / "reached"), world_size=2)
+    found = run_in_group(fail_first, tmp_path / "reached", world_size=2)
     assert found == ["the cause", "The main process failed; its message tells why."]
     assert not (tmp_path / "reached").exists()
 

@@ -4,13 +4,11 @@ their way through the layers."""
 import pytest
 import torch
 
-from tests.quantization.test_layer_stream import LENGTHS, through_all_layers
+from tests.quantization.test_layer_stream import LENGTHS, streamed, through_all_layers
 from tests.support.families import VOCAB, tiny_family
 from tests.support.rounding_cases import columns
-from workflow.lib.model.nf4_model import build_on_meta
-from workflow.lib.model.published.converted_reader import ConvertedReader
 from workflow.lib.quantization.calibrated_rounding import round_columns
-from workflow.lib.quantization.layer_stream import Batch, LayerStream
+from workflow.lib.quantization.layer_stream import Batch
 
 pytestmark = pytest.mark.gpu
 
@@ -32,8 +30,7 @@ def test_packed_documents_go_through_layers_as_each_alone(one_gpu, tmp_path, fam
     ids = torch.randint(3, VOCAB, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(0))
     ids = ids.to(device)
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None].to(device)
-    with ConvertedReader(folder, build_on_meta(folder, dtype=torch.bfloat16)) as reader:
-        stream = LayerStream(folder, reader, device=device, dtype=torch.bfloat16)
+    with streamed(folder, device=device, dtype=torch.bfloat16) as stream:
         packed = through_all_layers(stream, Batch(ids, positions)).flatten(0, 1).float()
         parts = [through_all_layers(stream, Batch(x, None))[0] for x in ids.split(LENGTHS, 1)]
     alone = torch.cat(parts).float()

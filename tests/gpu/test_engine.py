@@ -1,16 +1,18 @@
 """The engine on GPUs, against the stock single-GPU loop; and the bytes of the weights, which only
 CUDA corrupts."""
 
-from typing import Any
-
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 
-from tests.support.distributed import run_distributed
+from tests.distributed.test_vocabulary_parallel import CONFIG, batch_of
+from tests.support.built_models import built_model
+from tests.support.distributed import run_in_group
 from tests.support.models import VOCAB, quantized, tiny_llama
 from tests.support.plans import make_plan
 from tests.support.stock_training import STEPS, ours, plan, settings, stock
 from tests.training import test_optimizers as optimizers
+from workflow.lib.model.backends import FLASH_AVAILABLE
 
 pytestmark = pytest.mark.gpu
 
@@ -29,7 +31,8 @@ def trained(
     """Return the run of a plan, `rows` a micro-batch."""
     planned = plan(processes=processes, micro_batch_size=rows, device="cuda", **levers)
     given = (config or settings(), planned, dtype, attention)
-    return run_distributed(ours, base, *given, world_size=processes)[0]
+    on = {"world_size": processes, "device": "cuda", "shard_size": planned.shards}
+    return run_in_group(ours, base, *given, **on)[0]
 
 
 def assert_alike(one, other, *, dtype):
@@ -87,41 +90,35 @@ def test_packed_attention_equals_eager(tiny_base, two_gpus, attention):
 LENGTHS = (11, 17, 23, 13)  # of the documents in each of two rows
 
 
-def differences_by_document(base, device="cuda"):
+def differences_by_document(world, base):
     """Change every token of the second document of the first row; return how far each document's
     logits move, by attention."""
-    from tests.support.built_models import built_model
-    from workflow.lib.distributed.world import process_group
-    from workflow.lib.model.backends import FLASH_AVAILABLE
-
-    names = ["sdpa", "eager"]
-    names += ["varlen", "flex"] if device == "cuda" else []
-    names += [n for n, available in FLASH_AVAILABLE.items() if device == "cuda" and available()]
-    positions = torch.cat([torch.arange(n) for n in LENGTHS] * 2).view(2, -1).to(device)
+    names = ["sdpa", "eager", "varlen", "flex"]
+    names += [n for n, available in FLASH_AVAILABLE.items() if available()]
+    positions = torch.cat([torch.arange(n) for n in LENGTHS] * 2).view(2, -1).to(world.device)
     ids = torch.randint(0, VOCAB, positions.shape, generator=torch.Generator().manual_seed(0))
     changed = ids.clone()
     changed[0, LENGTHS[0] : sum(LENGTHS[:2])] += 1
     found = {}
-    with process_group(device, timeout_s=120) as world:
-        for name in names:
-            model = built_model(
-                base, settings(), plan(processes=1, micro_batch_size=2, device=device), world,
-                dtype=torch.bfloat16 if device == "cuda" else torch.float32, attention=name,
-            ).training.eval()  # fmt: skip
-            every = torch.arange(ids.numel(), device=device)
-            with torch.no_grad():
-                one, other = (
-                    model.logits(x.to(device) % VOCAB, positions, every) for x in (ids, changed)
-                )
-            moved = (one - other).abs().amax(dim=1).split(LENGTHS * 2)
-            found[name] = [float(x.max()) for x in moved]
+    for name in names:
+        model = built_model(
+            base, settings(), plan(processes=1, micro_batch_size=2, device="cuda"), world,
+            dtype=torch.bfloat16, attention=name,
+        ).training.eval()  # fmt: skip
+        every = torch.arange(ids.numel(), device=world.device)
+        with torch.no_grad():
+            one, other = (
+                model.logits(x.to(world.device) % VOCAB, positions, every) for x in (ids, changed)
+            )
+        moved = (one - other).abs().amax(dim=1).split(LENGTHS * 2)
+        found[name] = [float(x.max()) for x in moved]
     return found
 
 
 def test_change_in_one_packed_document_reaches_no_other(tiny_base, one_gpu):
     """By every attention that is installed. Two rows, of four documents each; the second of the
     first row changes."""
-    (found,) = run_distributed(differences_by_document, tiny_base, world_size=1)
+    (found,) = run_in_group(differences_by_document, tiny_base, world_size=one_gpu, device="cuda")
     print(found)
     assert {"sdpa", "eager", "varlen", "flex"} <= found.keys()
     for name, moved in found.items():
@@ -156,7 +153,9 @@ def test_lever_changes_nothing(tiny_base, enough_gpus, processes, lever, value, 
 @of_gpus
 def test_optimizers_equal_the_stock_ones_and_resume(tmp_path, tiny_base, enough_gpus, processes):
     """Three updates against the stock ones; and a run that continues from a checkpoint."""
-    found = run_distributed(optimizers.survey, tiny_base, tmp_path, "cuda", world_size=processes)[0]
+    found = run_in_group(
+        optimizers.survey, tiny_base, tmp_path, world_size=processes, device="cuda"
+    )[0]
     for kind, updates in found["updates"].items():
         expected = optimizers.reference(kind, cuts=processes, device="cuda")
         for name, ours_ in updates.items():
@@ -173,17 +172,11 @@ def test_optimizer_of_8_bits_trains_like_adamw(tiny_base, two_gpus):
     torch.testing.assert_close(one["losses"], other["losses"], rtol=2e-2, atol=0.0)
 
 
-def resident_bytes(base, count):
-    from tests.distributed.test_vocabulary_parallel import CONFIG, batch_of
-    from tests.support.built_models import built_model
-    from workflow.lib.distributed.world import process_group
-
-    with process_group("cuda", timeout_s=120) as world:
-        build = {"dtype": torch.bfloat16}
-        model = built_model(base, CONFIG, make_plan(offload_layers=count), world, **build)
-        model.training(batch_of(slice(0, 1), trained=True, device=world.device)).backward()
-        torch.cuda.synchronize()
-        return torch.cuda.memory_allocated()
+def resident_bytes(world, base, count):
+    model = built_model(base, CONFIG, make_plan(offload_layers=count), world, dtype=torch.bfloat16)
+    model.training(batch_of(slice(0, 1), trained=True, device=world.device)).backward()
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated()
 
 
 def test_layers_on_the_host_leave_the_gpu(tmp_path, one_gpu):
@@ -196,28 +189,26 @@ def test_layers_on_the_host_leave_the_gpu(tmp_path, one_gpu):
         "num_key_value_heads": 4,
     }
     base = quantized(tiny_llama(tmp_path / "original", **sizes), tmp_path / "nf4")
-    there, away = (run_distributed(resident_bytes, base, x, world_size=1)[0] for x in (0, 1))
+    there, away = (
+        run_in_group(resident_bytes, base, x, world_size=1, device="cuda")[0] for x in (0, 1)
+    )
     weights = 2 * 1280 * 1280 + 2 * 256 * 1280 + 3 * 2560 * 1280
     assert 0.99 * weights * (0.5 + 1 / 64) < there - away < 1.01 * weights * (0.5 + 1 / 64)
 
 
-def step_memory(base):
+def step_memory(world, base):
     """Return bytes of the table, and what a step of a model with a large vocabulary takes beyond
     what lies there."""
-    from tests.distributed.test_vocabulary_parallel import CONFIG, batch_of
-    from tests.support.built_models import built_model
-    from workflow.lib.distributed.world import process_group
-
-    with process_group("cuda", timeout_s=120) as world:
-        build = {"dtype": torch.bfloat16}
-        model = built_model(base, CONFIG, make_plan(offload_embedding=True), world, **build)
-        rows = batch_of(slice(world.rank, world.rank + 1), trained=True, device=world.device)
-        model.training(rows).backward()  # sets FSDP up
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        model.training(rows).backward()
-        return {"step": torch.cuda.max_memory_allocated() - before}
+    model = built_model(
+        base, CONFIG, make_plan(offload_embedding=True), world, dtype=torch.bfloat16
+    )
+    rows = batch_of(slice(world.rank, world.rank + 1), trained=True, device=world.device)
+    model.training(rows).backward()  # sets FSDP up
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    model.training(rows).backward()
+    return {"step": torch.cuda.max_memory_allocated() - before}
 
 
 def test_step_of_two_gpus_takes_less_memory_than_half_a_table(tmp_path, two_gpus):
@@ -226,7 +217,7 @@ def test_step_of_two_gpus_takes_less_memory_than_half_a_table(tmp_path, two_gpus
     vocabulary = 400_000
     base = quantized(tiny_llama(tmp_path / "original", vocab_size=vocabulary), tmp_path / "nf4")
     logits = 8 * 2 * 17 * vocabulary // 2
-    for report in run_distributed(step_memory, base, world_size=2):
+    for report in run_in_group(step_memory, base, world_size=2, device="cuda"):
         assert report["step"] < vocabulary * 80 * 2 // 2 + logits
 
 
@@ -240,31 +231,27 @@ def test_dora_and_dropout_are_the_same_on_one_and_on_two_gpus(tiny_base, two_gpu
     assert_alike(two, one, dtype=torch.float32)
 
 
-def gather_random_bytes(storage):
+def gather_random_bytes(world, storage):
     """Shard random bytes held as `storage` in one FSDP2 unit, gather them, return the share that
     changed."""
-    from torch.distributed.fsdp import fully_shard
-
-    from workflow.lib.distributed.world import process_group
-
-    with process_group("cuda", timeout_s=120) as world:
-        generator = torch.Generator().manual_seed(0)
-        data = torch.randint(0, 256, (2**22,), dtype=torch.uint8, generator=generator)
-        module: Any = torch.nn.Module()
-        module.packed = torch.nn.Parameter(data.view(storage).to(world.device), requires_grad=False)
-        module.scale = torch.nn.Parameter(
-            torch.ones(8, dtype=storage, device=world.device), requires_grad=False
-        )
-        module.forward = lambda x: x * module.packed.view(torch.uint8)[0]
-        fully_shard(module, mesh=world.mesh)
-        module(torch.ones(1, device=world.device))
-        module.unshard()
-        gathered = module.packed.data.view(torch.uint8).cpu()
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randint(0, 256, (2**22,), dtype=torch.uint8, generator=generator)
+    module = torch.nn.Module()
+    module.packed = torch.nn.Parameter(data.view(storage).to(world.device), requires_grad=False)
+    module.scale = torch.nn.Parameter(
+        torch.ones(8, dtype=storage, device=world.device), requires_grad=False
+    )
+    module.forward = lambda x: x * module.packed.view(torch.uint8)[0]
+    fully_shard(module, mesh=world.mesh)
+    module(torch.ones(1, device=world.device))
+    module.unshard()
+    gathered = module.packed.data.view(torch.uint8).cpu()
     return float((gathered != data).float().mean())
 
 
 def test_float32_views_survive_fsdp2_on_cuda_where_bfloat16_ones_do_not(two_gpus):
-    assert run_distributed(gather_random_bytes, torch.float32, world_size=2) == [0.0, 0.0]
-    corrupted = run_distributed(gather_random_bytes, torch.bfloat16, world_size=2)
+    on_two = {"world_size": two_gpus, "device": "cuda"}
+    assert run_in_group(gather_random_bytes, torch.float32, **on_two) == [0.0, 0.0]
+    corrupted = run_in_group(gather_random_bytes, torch.bfloat16, **on_two)
     # Documents why; if this fails, torch has mended pytorch#159333 and the docs want an update.
     assert min(corrupted) > 0.0

@@ -1,7 +1,5 @@
 """Mixtures on a GPU, by grouped matmuls, against the CPU's loop over experts."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -61,7 +59,7 @@ def test_kernels_compute_what_the_loop_over_experts_does(dtype):
     rounded once."""
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
-    there: Any = {"dtype": dtype, "device": "cuda"}
+    there = {"dtype": dtype, "device": "cuda"}
     for pairs in (
         matmuls(width=512, columns=768, rank=16, num_tokens=900, **there),
         matmuls(width=96, columns=200, rank=8, num_tokens=150, **there),

@@ -1,7 +1,6 @@
 """Micro-batches as CUDA graphs, on a GPU."""
 
 import os
-from typing import Any
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from tests.support.distributed import run_distributed
 from tests.support.gathering import full
-from tests.support.models import quantized, random_store, tiny_llama
+from tests.support.models import base_fixture, quantized, random_store, tiny_llama
 from tests.support.plans import PLANNED, make_plan
 from tests.support.stock_training import ROWS, SEQ_LEN, settings
 from workflow.lib.training.micro_batch_graphs import CudaCapture
@@ -22,7 +21,7 @@ STEPS = 6
 STASHED = {"offload_activations": True, "offload_window_bytes": 2**15}
 STAYING = {"offload_activations": True, "offload_window_bytes": 2**21}
 TOO_SMALL = {"offload_activations": True, "offload_window_bytes": 2**30}
-KINDS: dict[str, dict[str, Any]] = {
+KINDS = {
     "plain": {},
     "recomputed, dropout": {"dropout": 0.1},
     "float8": {"matmul_dtype": "float8"},
@@ -34,7 +33,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "all is on the device still when forward ends": STAYING,
     "nothing is large enough to leave": TOO_SMALL,
 }
-ON_TWO: dict[str, dict[str, Any]] = {
+ON_TWO = {
     "sharded": {},
     "recomputed, weights kept to backward": {"dropout": 0.1, "reshard_after_forward": False},
     "float8, embedding on the host": {"matmul_dtype": "float8", "offload_embedding": True},
@@ -141,12 +140,8 @@ def use_page_locked_memory():
     torch.cuda.synchronize()
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("base")
-    # 8 bits need whole blocks of 64
-    sizes = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4}
-    return quantized(tiny_llama(folder / "original", **sizes), folder / "nf4")
+# 8 bits need whole blocks of 64
+base = base_fixture(hidden_size=128, intermediate_size=192, num_attention_heads=4)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,7 +2,6 @@
 packed documents."""
 
 from itertools import accumulate
-from typing import Any
 
 import pytest
 import torch
@@ -171,7 +170,7 @@ FLEX = {
 def test_flex_attention_equals_all_scores(case):
     """Output and gradients against fp32, of rows that are no multiple of a block."""
     torch.compiler.reset()  # torch 2.11 compiles no second cap in a process
-    told: dict[str, Any] = {k: v.cuda() if k == "s_aux" else v for k, v in FLEX[case].items()}
+    told = {k: v.cuda() if k == "s_aux" else v for k, v in FLEX[case].items()}
     draw = torch.Generator().manual_seed(0)
     sizes = [(6, 64), (3, 64), (3, told.pop("value_width", 64))]
     given = [

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support.launch_worker import NCCL
-from workflow.lib.system.errors import UserError
+from tests.support.refusals import refusal
 from workflow.lib.training.launch import Workers, launch_workers
 
 pytestmark = pytest.mark.gpu
@@ -15,10 +15,8 @@ CAUSES = {"fail in 1 beside a collective": "KeyError: 'a defect'", "die in 1": "
 def test_process_that_fails_beside_nccl_is_named_with_its_cause(
     tmp_path, two_gpus, behaviour, cause
 ):
-    with pytest.raises(UserError) as caught:
-        launch_workers(
-            Workers("tests.support.launch_worker", [NCCL + behaviour, str(tmp_path)], processes=2)
-        )
-    lines = str(caught.value).splitlines()
+    arguments = [NCCL + behaviour, str(tmp_path)]
+    workers = Workers("tests.support.launch_worker", arguments, processes=two_gpus)
+    lines = refusal(launch_workers, workers).splitlines()
     assert lines[0].startswith(cause)
     assert lines[-1].startswith("(training: process 1 of 2, the first to fail;")

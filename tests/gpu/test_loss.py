@@ -42,7 +42,6 @@ def test_sums_and_slopes_are_autograds(dtype, vocab, form):
     sums = logits.logsumexp(dim=1)
     chosen = logits.gather(1, columns.clamp(0)[:, None])[:, 0].masked_fill(columns < 0, 0.0)
     (sums - chosen).masked_fill(columns == IGNORED, 0.0).sum().backward()
-    assert leaf.grad is not None
 
     fused = FusedLogits(aligned(7, vocab, raw_logits).copy_(raw_logits), form)
     found = fused.sums(columns)
@@ -92,8 +91,6 @@ def test_loss_and_gradients_are_those_without_kernels(form, trains_head, loss_of
     (loss, states_grad, weights_grad), expected = results
     torch.testing.assert_close(loss, expected[0], rtol=1e-6, atol=0.0)
     for ours, theirs in ((states_grad, expected[1]), (weights_grad, expected[2])):
-        assert ours is not None
-        assert theirs is not None
         error = (ours.float() - theirs.float()).norm() / (theirs.float().norm() + 1e-9)
         assert error < (2e-3 if loss_of is summed else 4e-3)  # rows' slopes round once more
 

@@ -1,15 +1,12 @@
 """Objectives on GPUs: a step in bf16 by FlashAttention on NF4 weights, against a dense reference in
 fp32 with logits in float64."""
 
-from typing import Any
-
 import pytest
 import torch
 
 from tests.objectives.test_objective import build, configured, dense, one_step, store_of
-from tests.support.distributed import TIMEOUT_S, run_distributed
+from tests.support.distributed import run_in_group
 from tests.support.scored_rows import PROMPTED, ROWS, prompted_rows
-from workflow.lib.distributed.world import process_group
 
 pytestmark = pytest.mark.gpu
 
@@ -19,23 +16,22 @@ MORE_THAN_STOCK = 2.0
 HEAD = "frozen head"
 
 
-def steps(base, device="cuda", attention="varlen") -> dict[str, Any]:
+def steps(world, base):
     """Return loss, figures and gradients of a step of each objective: ours, and of one process also
     those of dense references in fp32 and bf16."""
-    found: dict[str, Any] = {}
-    with process_group(device, timeout_s=TIMEOUT_S) as world:
-        for name in OBJECTIVES:
-            config, bf16 = configured(name, HEAD), torch.bfloat16
-            model = build(base, config, world, dtype=bf16, attention=attention)
-            rows = len(ROWS) // world.size
-            found[name] = one_step(model, config, world, rows, store=store_of(name))
-            for dtype in (torch.float32, bf16) if world.size == 1 else ():
-                model = build(base, config, world, dtype=dtype)
-                found[f"{name}, {dtype}"] = dense(model, name)
+    found = {}
+    for name in OBJECTIVES:
+        config, bf16 = configured(name, HEAD), torch.bfloat16
+        model = build(base, config, world, dtype=bf16, attention="varlen")
+        rows = len(ROWS) // world.size
+        found[name] = one_step(model, config, world, rows, store=store_of(name))
+        for dtype in (torch.float32, bf16) if world.size == 1 else ():
+            model = build(base, config, world, dtype=dtype)
+            found[f"{name}, {dtype}"] = dense(model, name)
     return found
 
 
-def off(step, exact) -> tuple[float, float]:
+def off(step, exact):
     """Return how far loss and gradients are from exact ones, as shares of these."""
     (loss, _, gradients), (true_loss, _, true_gradients) = step, exact
     assert gradients.keys() == true_gradients.keys()
@@ -57,7 +53,7 @@ def check(step, found, name):
 
 @pytest.fixture(scope="module")
 def alone(base, one_gpu):
-    (found,) = run_distributed(steps, base, world_size=one_gpu)
+    (found,) = run_in_group(steps, base, world_size=one_gpu, device="cuda")
     return found
 
 
@@ -67,31 +63,30 @@ def test_objective_in_bf16_is_as_near_to_fp32_as_stock_code(alone, name):
 
 
 def test_objectives_over_two_gpus_are_those_of_one(base, alone, two_gpus):
-    found = run_distributed(steps, base, world_size=two_gpus)[0]
+    found = run_in_group(steps, base, world_size=two_gpus, device="cuda")[0]
     for name in OBJECTIVES:
         check(found[name], alone, name)
 
 
-def prompted_steps(base, device="cuda", attention="varlen") -> dict[str, Any]:
+def prompted_steps(world, base):
     """Return a step of dpo in bf16 with shared prompts and with prompts apart, and in fp32."""
-    found: dict[str, Any] = {}
-    with process_group(device, timeout_s=TIMEOUT_S) as world:
-        config, store = configured("dpo", HEAD), prompted_rows("pairs")
-        train = config.train.model_copy(update={"global_batch_size": len(PROMPTED)})
-        config = config.model_copy(update={"train": train})
-        for name, dtype, by in (
-            ("shared", torch.bfloat16, attention),
-            ("apart", torch.bfloat16, attention),
-            ("exact", torch.float32, "sdpa"),
-        ):
-            model = build(base, config, world, dtype=dtype, attention=by)
-            model.training.shares_prompts = name == "shared"
-            found[name] = one_step(model, config, world, len(PROMPTED), store=store)
+    found = {}
+    config, store = configured("dpo", HEAD), prompted_rows("pairs")
+    train = config.train.model_copy(update={"global_batch_size": len(PROMPTED)})
+    config = config.model_copy(update={"train": train})
+    for name, dtype, by in (
+        ("shared", torch.bfloat16, "varlen"),
+        ("apart", torch.bfloat16, "varlen"),
+        ("exact", torch.float32, "sdpa"),
+    ):
+        model = build(base, config, world, dtype=dtype, attention=by)
+        model.training.shares_prompts = name == "shared"
+        found[name] = one_step(model, config, world, len(PROMPTED), store=store)
     return found
 
 
 def test_shared_prompts_by_flash_attention_are_as_near_to_fp32_as_prompts_apart(base, one_gpu):
-    (found,) = run_distributed(prompted_steps, base, world_size=one_gpu)
+    (found,) = run_in_group(prompted_steps, base, world_size=one_gpu, device="cuda")
     (loss, gradients), (_, gradients_apart) = (
         off(found[name], found["exact"]) for name in ("shared", "apart")
     )

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.distributed import run_distributed
+from tests.support.distributed import run_in_group
 from tests.support.families import RECURRENT, RECURRENT_EXPERTS, tiny_family
 from tests.support.family_runs import family_store
 from tests.support.models import adapted, quantized
-from workflow.lib.distributed.world import process_group
 from workflow.lib.model.documents import documents_of
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.micro_batch import MicroBatch
@@ -27,25 +26,22 @@ Run = Callable[[MicroBatch, torch.Tensor], torch.Tensor]
 @pytest.mark.parametrize("family", [*RECURRENT, *RECURRENT_EXPERTS])
 def test_recurrent_layers_are_captured(tmp_path, one_gpu, family, rows):
     base = quantized(tiny_family(family, tmp_path / "original"), tmp_path / "nf4")
-    (found,) = run_distributed(both_ways, base, rows, world_size=one_gpu)
+    (found,) = run_in_group(both_ways, base, rows, world_size=one_gpu, device="cuda")
     assert found["off"] is None
     assert found["replays"] >= 3
     for ours, theirs in zip(found["graphs"], found["plain"], strict=True):
         assert ours == pytest.approx(theirs, rel=2e-2)
 
 
-def both_ways(base, rows):
+def both_ways(world, base, rows):
     """Return losses and gradient norms by graphs, and launched by Python."""
-    replays: list[int] = []
-    with process_group("cuda", timeout_s=120.0) as world:
-        training = adapted(
-            base, attention="varlen", device="cuda", dtype=torch.bfloat16, r=4
-        ).train()
-        graphs = MicroBatchGraphs(training, world, partial(counting, replays))
-        found = {
-            "plain": results(training, rows, partial(launched, training, world), world),
-            "graphs": results(training, rows, graphs, world),
-        }
+    replays = []
+    training = adapted(base, attention="varlen", device="cuda", dtype=torch.bfloat16, r=4).train()
+    graphs = MicroBatchGraphs(training, world, partial(counting, replays))
+    found = {
+        "plain": results(training, rows, partial(launched, training, world), world),
+        "graphs": results(training, rows, graphs, world),
+    }
     return {**found, "off": graphs.off, "replays": len(replays)}
 
 

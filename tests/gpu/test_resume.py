@@ -9,12 +9,13 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
-from tests.gpu.test_stages import stage
+from tests.gpu import test_stages
+from tests.support.forked_stage import command_line
 from workflow.lib.artifacts import layout
 from workflow.lib.settings.config import load_config
 from workflow.lib.system.files import read_checked_json
@@ -29,50 +30,16 @@ EXACT = {"model": {"compute_dtype": "float32"}, "train": TRAIN}
 _, RUNS = load_config({"runs": {"gpu": {"train": TRAIN}, "exact": EXACT}})
 
 
-def config(name, run="gpu"):
-    return layout.stage_json(name, RUNS[run])
-
-
 def prepare(folder, run):
-    inputs = {name: folder / name for name in ("base", "tokens")}
-    model = Path(RUNS[run].model.source)
-    stage("tokenize_dataset", config("tokenize_dataset", run),
-          "--tokenizer", model, "--output", inputs["tokens"])  # fmt: skip
-    stage(
-        "quantize_base", config("quantize_base", run), "--model", model, "--output", inputs["base"]
-    )
-    return inputs | {"preflight": plan(folder / "preflight.json", run, tokens=inputs["tokens"])}
+    return test_stages.prepare(folder, of=RUNS[run], run=run)
 
 
-def plan(path, run, *, tokens):
-    stage("preflight_run", config("preflight_run", run), "--model", Path(RUNS[run].model.source),
-          "--tokens", tokens / "manifest.json", "--output", path, "--run", run)  # fmt: skip
-    return path
-
-
-def finetune(folder, run="gpu", *, base, tokens, preflight):
+def finetune(folder, run="gpu", **inputs):
     """Return the command that trains into `folder`."""
-    return [
-        *(
-            sys.executable,
-            "-m",
-            "workflow.scripts.finetune",
-            "--config",
-            config("finetune", run),
-            "--run",
-            run,
-        ),
-        *("--base", str(base), "--tokens", str(tokens), "--preflight", str(preflight)),
-        *("--checkpoints", str(folder / "checkpoints"), "--output", str(folder / "finetune")),
-    ]
-
-
-def children(pid):
-    return [
-        int(child)
-        for path in Path(f"/proc/{pid}/task").glob("*/children")
-        for child in path.read_text().split()
-    ]
+    module = [sys.executable, "-m", "workflow.scripts.finetune"]
+    settings = {"config": layout.stage_json("finetune", RUNS[run]), "run": run}
+    places = {"checkpoints": folder / "checkpoints", "output": folder / "finetune"}
+    return [*module, *command_line(settings | inputs | places)]
 
 
 def interrupt(command, checkpoints, *, number, worker):
@@ -85,7 +52,8 @@ def interrupt(command, checkpoints, *, number, worker):
         assert process.poll() is None, "it ended before it could be interrupted"
         assert time.monotonic() < deadline, "no checkpoint"
         time.sleep(0.02)
-    os.kill(children(process.pid)[-1] if worker else process.pid, number)
+    workers = psutil.Process(process.pid).children()
+    os.kill(workers[-1].pid if worker else process.pid, number)
     return process.wait(timeout=120)
 
 
@@ -129,7 +97,9 @@ def test_losses_of_4_then_2_gpus_are_those_of_4(tmp_path, monkeypatch):
     stopped = interrupt(command, elastic / "checkpoints", number=signal.SIGTERM, worker=False)
     assert stopped == os.EX_TEMPFAIL
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-    inputs["preflight"] = plan(tmp_path / "of-two.json", "exact", tokens=inputs["tokens"])
+    inputs["preflight"] = test_stages.plan(
+        tmp_path / "of-two.json", of=RUNS["exact"], run="exact", tokens=inputs["tokens"]
+    )
     subprocess.run(finetune(elastic, "exact", **inputs), check=True)
     summary = read_checked_json(elastic / "finetune" / "summary.json")
     assert summary["processes"] == 2

@@ -1,26 +1,25 @@
 """Trained routers and their load-balancing loss on GPUs: as CUDA graphs, and over several."""
 
+from functools import partial
+
 import pytest
 import torch
 
-from tests.support.distributed import TIMEOUT_S, run_distributed
+from tests.support.distributed import run_in_group
 from tests.support.mixtures import tiny_mixture
-from tests.support.models import quantized, random_store
+from tests.support.models import base_fixture, random_store
 from tests.support.router_runs import COEFFICIENT, ROWS, SEQ_LEN, config, router, train
-from workflow.lib.distributed.world import process_group
 from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs
 
 pytestmark = pytest.mark.gpu
 FAMILY = "qwen3_moe"
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("base")
-    return quantized(tiny_mixture(FAMILY, folder / "original"), folder / "nf4")
+base = base_fixture(partial(tiny_mixture, FAMILY))
 
 
-def run_on_gpu(base, device, graphed):
+def run_in(world, base, graphed):
+    device = world.device.type
     settings = config(
         FAMILY,
         train={"router_aux_loss_coef": COEFFICIENT, "max_grad_norm": None},
@@ -33,13 +32,12 @@ def run_on_gpu(base, device, graphed):
         off.append(made)
         return made
 
-    with process_group(device, timeout_s=TIMEOUT_S) as world:
-        result = train(
-            base, settings, store, world, micro_batches=2,
-            plan={"device": device, "cuda_graphs": graphed}, graphs=graphs if graphed else None,
-            attention="sdpa" if device == "cpu" else "varlen",
-            dtype=torch.float32 if device == "cpu" else torch.bfloat16,
-        )  # fmt: skip
+    result = train(
+        base, settings, store, world, micro_batches=2,
+        plan={"device": device, "cuda_graphs": graphed}, graphs=graphs if graphed else None,
+        attention="sdpa" if device == "cpu" else "varlen",
+        dtype=torch.float32 if device == "cpu" else torch.bfloat16,
+    )  # fmt: skip
     moved = {name: x - result["initial"][name] for name, x in result["weights"].items()}
     numbers = {name: result[name] for name in ("losses", "balance", "norms")}
     routers = {name: x.cpu() for name, x in moved.items() if f".{router(FAMILY)}." in name}
@@ -47,11 +45,9 @@ def run_on_gpu(base, device, graphed):
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_graphs_make_the_run_that_python_makes(base, processes):
-    if torch.cuda.device_count() < processes:
-        pytest.skip(f"needs {processes} GPUs")
+def test_graphs_make_the_run_that_python_makes(base, enough_gpus, processes):
     plain, graphed = (
-        run_distributed(run_on_gpu, base, "cuda", on, world_size=processes) for on in (False, True)
+        run_in_group(run_in, base, on, world_size=processes, device="cuda") for on in (False, True)
     )
     for one, other in zip(plain, graphed, strict=True):
         assert other["off"] == [None]
@@ -62,11 +58,9 @@ def test_graphs_make_the_run_that_python_makes(base, processes):
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_balance_in_bf16_is_near_that_of_the_cpu_in_fp32(base, processes):
-    if torch.cuda.device_count() < processes:
-        pytest.skip(f"needs {processes} GPUs")
-    (exact,) = run_distributed(run_on_gpu, base, "cpu", False, world_size=1)
-    for found in run_distributed(run_on_gpu, base, "cuda", False, world_size=processes):
+def test_balance_in_bf16_is_near_that_of_the_cpu_in_fp32(base, enough_gpus, processes):
+    (exact,) = run_in_group(run_in, base, False, world_size=1)
+    for found in run_in_group(run_in, base, False, world_size=processes, device="cuda"):
         # a rounding may send a token to another expert
         assert found["balance"] == pytest.approx(exact["balance"], rel=5e-2)
         assert found["losses"] == pytest.approx(exact["losses"], rel=2e-2)

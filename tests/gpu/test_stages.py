@@ -2,14 +2,11 @@
 embedded demo."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from tests.support.forked_stage import forked_stage
 from workflow.lib.artifacts import layout
 from workflow.lib.settings.config import load_config
 from workflow.lib.system.files import read_checked_json
@@ -18,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 
 TRAIN = {"epochs": None, "max_steps": 60, "learning_rate": 1e-3, "evaluate_every_steps": 25}
-DIVISIONS: dict[str, dict[str, Any]] = {
+DIVISIONS = {
     "one": {"processes": 1, "shard": False, "batch_size": 8},
     "copies": {"processes": 2, "shard": False, "batch_size": 3},
     "slices": {"processes": 2, "shard": True, "batch_size": "auto"},
@@ -27,74 +24,38 @@ _, NAMED = load_config({"runs": {"gpu": {"train": TRAIN}}})
 RUN = NAMED["gpu"]
 
 
-def config(name, run=RUN):
-    return layout.stage_json(name, run)
-
-
-def stage(name, config, *arguments):
-    """Run one stage of the workflow; its output is shown if it fails."""
-    command = [
-        sys.executable,
-        "-m",
-        f"workflow.scripts.{name}",
-        "--config",
-        config,
-        *map(str, arguments),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
+def stage(name, *words, of=RUN, **options):
+    """Run one stage of the workflow with the settings of a run; its output is shown if it fails."""
+    done = forked_stage(name, *words, config=layout.stage_json(name, of), **options)
     assert done.returncode == 0, done.stderr[-4000:]
+
+
+def prepare(folder, *, of, run):
+    """Tokenize, plan and quantize into `folder`; return what `finetune` reads."""
+    model, tokens, base = of.model.source, folder / "tokens", folder / "base"
+    stage("tokenize_dataset", of=of, tokenizer=model, output=tokens)
+    stage("quantize_base", of=of, model=model, output=base)
+    preflight = plan(folder / "preflight.json", of=of, run=run, tokens=tokens)
+    return {"base": base, "tokens": tokens, "preflight": preflight}
+
+
+def plan(path, *, of, run, tokens):
+    manifest = tokens / "manifest.json"
+    stage("preflight_run", of=of, model=of.model.source, tokens=manifest, output=path, run=run)
+    return path
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, one_gpu):
     folder = tmp_path_factory.mktemp("demo")
-    tokens, base, preflight = folder / "tokens", folder / "base", folder / "preflight.json"
-    model = Path(RUN.model.source)
-    stage("tokenize_dataset", config("tokenize_dataset"),
-          "--tokenizer", model, "--output", tokens)  # fmt: skip
+    inputs = prepare(folder, of=RUN, run="gpu")
+    places = {"checkpoints": folder / "checkpoints-0", "output": folder / "finetune"}
+    stage("finetune", run="gpu", **inputs, **places)
     stage(
-        "preflight_run",
-        config("preflight_run"),
-        "--model",
-        model,
-        "--tokens",
-        tokens / "manifest.json",
-        "--output",
-        preflight,
-        "--run",
-        "gpu",
-    )
-    stage("quantize_base", config("quantize_base"), "--model", model, "--output", base)
-    stage(
-        "finetune",
-        config("finetune"),
-        "--run",
-        "gpu",
-        "--base",
-        base,
-        "--tokens",
-        tokens,
-        "--preflight",
-        preflight,
-        "--checkpoints",
-        folder / "checkpoints-0",
-        "--output",
-        folder / "finetune",
-    )
-    stage(
-        "consolidate",
-        config("consolidate"),
-        "--finetune",
-        folder / "finetune",
-        "--base",
-        base,
-        "--model",
-        model,
-        "--manifest",
-        tokens / "manifest.json",
-        "--output",
-        folder / "export",
-    )
+        "consolidate", finetune=folder / "finetune", base=folder / "base",
+        model=RUN.model.source, manifest=folder / "tokens" / "manifest.json",
+        output=folder / "export",
+    )  # fmt: skip
     return folder
 
 
@@ -115,32 +76,15 @@ def test_demo_trains_and_exports_on_gpus_within_the_predicted_memory(folder):
 def evaluated(folder, division):
     """Evaluate the export as a user would; return the tuned model's results."""
     settings = RUN.evaluate.model_copy(update=DIVISIONS[division])
-    export, out = folder / "export" / "adapter", folder / division
+    out = folder / division
     out.mkdir()
     stage(
-        "evaluate_run",
-        config("evaluate_run", RUN.model_copy(update={"evaluate": settings})),
-        "--run",
-        "gpu",
-        "--base",
-        folder / "base",
-        "--adapter",
-        export,
-        "--tokens",
-        folder / "tokens",
-        "--archive",
-        out / "archive",
-        "--model",
-        layout.model_dir(RUN),
-        "--subjects",
-        *RUN.subjects,
-        "--served",
-        RUN.served,
-        "--output",
-        out / "evaluate_run",
-    )
-    found: dict[str, Any] = read_checked_json(out / "evaluate_run" / "tuned.json")
-    return found
+        "evaluate_run", "--subjects", *RUN.subjects,
+        of=RUN.model_copy(update={"evaluate": settings}), run="gpu", base=folder / "base",
+        adapter=folder / "export" / "adapter", tokens=folder / "tokens", archive=out / "archive",
+        model=layout.model_dir(RUN), served=RUN.served, output=out / "evaluate_run",
+    )  # fmt: skip
+    return read_checked_json(out / "evaluate_run" / "tuned.json")
 
 
 def test_demo_is_measured_alike_on_one_gpu_and_on_two(folder, two_gpus):

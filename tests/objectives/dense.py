@@ -1,20 +1,15 @@
 """Losses and figures of all rows at once, from all logits in float64, as published and as TRL
 computes them: by loops over documents, without what the library shares."""
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import torch
 from torch.nn.functional import logsigmoid
-
-from workflow.lib.data.tokens.token_store import TokenStore
 
 
 class Answer:
     """A document: log p of its trained tokens (tokens,), and of the reference."""
 
-    def __init__(self, log_probs: torch.Tensor, reference: torch.Tensor) -> None:
+    def __init__(self, log_probs, reference):
         self.log_probs, self.tokens = log_probs, len(log_probs)
         self.total = log_probs.sum()
         self.mean = log_probs.mean()
@@ -24,7 +19,7 @@ class Answer:
 class TokenTable:
     """What all rows of a store say, token by token."""
 
-    def __init__(self, store: TokenStore, logits: torch.Tensor) -> None:
+    def __init__(self, store, logits):
         """logits: (rows * seq_len, vocab)."""
         rows, seq_len = store.input_ids.shape
         self.log_probs = logits.log_softmax(dim=-1).view(rows, seq_len, -1)
@@ -34,13 +29,13 @@ class TokenTable:
         number[store.loss_mask] = np.arange(store.loss_mask.sum())
         self._number = number
 
-    def tokens(self) -> tuple[list[int], torch.Tensor]:
+    def tokens(self):
         """Return trained tokens, and log p (n, vocab) where they are predicted."""
         places = np.argwhere(self.store.loss_mask)
         ids = [int(self.store.input_ids[row, place]) for row, place in places]
         return ids, torch.stack([self.log_probs[row, place - 1] for row, place in places])
 
-    def examples(self) -> list[tuple[Answer, Answer, bool]]:
+    def examples(self):
         """Return the two documents of each example, and whether it is desirable."""
         found = []
         for row, positions in enumerate(self.store.position_ids):
@@ -52,7 +47,7 @@ class TokenTable:
                 found.append((*(self._answer(row, span) for span in spans), good))
         return found
 
-    def _answer(self, row: int, span: range) -> Answer:
+    def _answer(self, row, span):
         trained = [place for place in span if self.store.loss_mask[row, place]]
         log_probs = [self.log_probs[row, p - 1, int(self.store.input_ids[row, p])] for p in trained]
         reference = self.scores.log_probs[self._number[row, trained]]
@@ -62,23 +57,18 @@ class TokenTable:
 Losses = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
-def _sft(table: TokenTable, given: dict[str, Any]) -> Losses:
+def _sft(table, given):
     ids, log_probs = table.tokens()
     weights = torch.from_numpy(table.store.weights[table.store.loss_mask]).double()
     losses = torch.stack([-log_probs[n, token] for n, token in enumerate(ids)])
     return (weights * losses).sum() / weights.sum(), {}
 
 
-def mean(values: list[torch.Tensor]) -> torch.Tensor:
+def mean(values):
     return torch.stack(values).mean()
 
 
-def _of_pairs(
-    table: TokenTable,
-    loss_of: Callable[[Answer, Answer], torch.Tensor],
-    reward: Callable[[Answer], torch.Tensor],
-    sft_weight: float,
-) -> Losses:
+def _of_pairs(table, loss_of, reward, sft_weight):
     pairs = [(chosen, rejected) for chosen, rejected, _ in table.examples()]
     loss = mean([loss_of(*pair) for pair in pairs])
     loss = loss - sft_weight * torch.cat([chosen.log_probs for chosen, _ in pairs]).mean()
@@ -93,31 +83,31 @@ def _of_pairs(
     }
 
 
-def _dpo(table: TokenTable, given: dict[str, Any]) -> Losses:
+def _dpo(table, given):
     p = given["preferences"]
     beta, e = p["beta"], p["label_smoothing"]
 
-    def loss_of(chosen: Answer, rejected: Answer) -> torch.Tensor:
+    def loss_of(chosen, rejected):
         x = beta * (chosen.ratio - rejected.ratio)
         return -(1 - e) * logsigmoid(x) - e * logsigmoid(-x)
 
     return _of_pairs(table, loss_of, lambda answer: beta * answer.ratio, p["sft_weight"])
 
 
-def _orpo(table: TokenTable, given: dict[str, Any]) -> Losses:
+def _orpo(table, given):
     beta = given["preferences"]["beta"]
 
-    def odds(answer: Answer) -> torch.Tensor:
+    def odds(answer):
         p = answer.mean.exp()
         return p / (1 - p)
 
-    def loss_of(chosen: Answer, rejected: Answer) -> torch.Tensor:
+    def loss_of(chosen, rejected):
         return -beta * logsigmoid((odds(chosen) / odds(rejected)).log())
 
     return _of_pairs(table, loss_of, lambda answer: beta * answer.mean, 1.0)
 
 
-def _distill(table: TokenTable, given: dict[str, Any]) -> Losses:
+def _distill(table, given):
     t, sft_weight = given["distill"]["temperature"], given["distill"]["sft_weight"]
     ids, log_probs = table.tokens()
     weights = torch.from_numpy(table.store.weights[table.store.loss_mask]).double()
@@ -136,7 +126,7 @@ def _distill(table: TokenTable, given: dict[str, Any]) -> Losses:
     return t**2 * kl + sft_weight * sft, {"teacher_kl": kl, "sft_loss": sft}
 
 
-def _kto(table: TokenTable, given: dict[str, Any]) -> Losses:
+def _kto(table, given):
     p = given["preferences"]
     examples = table.examples()
     kl = mean([other.ratio for _, other, _ in examples])

@@ -2,33 +2,27 @@
 gradients of a step for frozen and trained heads, any number of processes and any accumulation.
 """
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 
 from tests.objectives.dense import DENSE, TokenTable
 from tests.support.built_models import built_model
-from tests.support.distributed import TIMEOUT_S, run_distributed
+from tests.support.distributed import run_in_group
 from tests.support.plans import make_plan
 from tests.support.scored_rows import ROWS, scored_rows
 from tests.support.stock_training import whole
-from workflow.lib.data.tokens.token_store import TokenStore
-from workflow.lib.distributed.world import World, process_group
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.objectives.from_settings import objective_of
 from workflow.lib.objectives.next_token import NEXT_TOKEN
-from workflow.lib.settings.config import RunConfig, load_config
+from workflow.lib.settings.config import load_config
 from workflow.lib.training.batches import stored_batch
 from workflow.lib.training.best_adapter import HeldOut
-from workflow.lib.training.build import TrainingModel
 from workflow.lib.training.loop import Trainer, make_optimizer
 
-HEADS: dict[str, tuple[str, ...]] = {"frozen head": (), "trained head": ("lm_head",)}
+HEADS = {"frozen head": (), "trained head": ("lm_head",)}
 # One setting of each that has all its terms; forms of losses are tested without a model.
-SETTINGS: dict[str, dict[str, Any]] = {
+SETTINGS = {
     "sft": {},
     "dpo": {"preferences": {"beta": 0.3, "sft_weight": 0.7, "label_smoothing": 0.1}},
     "orpo": {"preferences": {"beta": 0.4}},
@@ -37,7 +31,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def configured(name: str, head: str) -> RunConfig:
+def configured(name, head):
     train = {
         "objective": name,
         "epochs": None,
@@ -49,13 +43,13 @@ def configured(name: str, head: str) -> RunConfig:
     return load_config({**document, **SETTINGS[name], "runs": {"a": {}}})[1]["a"]
 
 
-def store_of(name: str) -> TokenStore:
+def store_of(name):
     if name in ("sft", "distill"):
         return scored_rows("texts", top_k=5, weights=True)
     return scored_rows("rated" if name == "kto" else "pairs")
 
 
-def dense(model: TrainingModel, name: str) -> tuple[float, dict[str, torch.Tensor]]:
+def dense(model, name):
     """Return loss and gradients of the family's own forward, with all logits in float64."""
     store, params = store_of(name), trainable_parameters(model.training)
     device = next(iter(params.values())).device
@@ -70,16 +64,14 @@ def dense(model: TrainingModel, name: str) -> tuple[float, dict[str, torch.Tenso
     )
 
 
-def one_step(
-    model: TrainingModel, config: RunConfig, world: World, rows: int, *, store: TokenStore
-) -> Any:
+def one_step(model, config, world, rows, *, store):
     training, gradients = model.training, {}
     params = trainable_parameters(training)
     # no weight changes: further steps begin alike
     train = config.train.model_copy(update={"learning_rate": 1e-30})
     optimizer = make_optimizer(training, train)
 
-    def keep(*_: Any) -> None:
+    def keep(*_):
         gradients.update(whole({key: param.grad for key, param in params.items()}, world))
 
     optimizer.register_step_pre_hook(keep)
@@ -89,7 +81,7 @@ def one_step(
     return metrics.loss, figures, gradients
 
 
-def build(base: Path, config: RunConfig, world: World, **options: Any) -> TrainingModel:
+def build(base, config, world, **options):
     plan = make_plan(device=world.device.type, processes=world.size)
     model = built_model(base, config, plan, world, **options)
     for key, param in trainable_parameters(model.training).items():
@@ -98,48 +90,43 @@ def build(base: Path, config: RunConfig, world: World, **options: Any) -> Traini
     return model
 
 
-def survey(base: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        share = len(ROWS) // world.size
-        for head in HEADS:
-            model = build(base, configured("sft", head), world)
-            for name in SETTINGS:
-                config, store = configured(name, head), store_of(name)
-                of = config.train.objective, config.preferences, config.distill
-                model.training.objective = objective_of(*of)
-                for rows in {share, 1}:
-                    step = one_step(model, config, world, rows, store=store)
-                    found[f"{head}, {name}, {rows}"] = step
-                heldout = HeldOut(
-                    store, every=1, num_steps=1, at_most=None, seed=0, micro_batch_size=2
-                )
-                found[f"held out, {head}, {name}"] = heldout.losses(
-                    model.training, world=world
-                ).whole
-                if world.size == 1:
-                    found[f"{head}, {name}, dense"] = dense(model, name)
-                    model.training.zero_grad()
+def survey(world, base):
+    found = {}
+    share = len(ROWS) // world.size
+    for head in HEADS:
+        model = build(base, configured("sft", head), world)
+        for name in SETTINGS:
+            config, store = configured(name, head), store_of(name)
+            of = config.train.objective, config.preferences, config.distill
+            model.training.objective = objective_of(*of)
+            for rows in {share, 1}:
+                step = one_step(model, config, world, rows, store=store)
+                found[f"{head}, {name}, {rows}"] = step
+            heldout = HeldOut(store, every=1, num_steps=1, at_most=None, seed=0, micro_batch_size=2)
+            found[f"held out, {head}, {name}"] = heldout.losses(model.training, world=world).whole
+            if world.size == 1:
+                found[f"{head}, {name}, dense"] = dense(model, name)
+                model.training.zero_grad()
     return found
 
 
 @pytest.fixture(scope="module")
-def alone(base: Path) -> dict[str, Any]:
-    (found,) = run_distributed(survey, base, world_size=1)
+def alone(base):
+    (found,) = run_in_group(survey, base, world_size=1)
     return found
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3], ids=lambda n: f"{n} processes")
-def found(request: pytest.FixtureRequest, base: Path, alone: dict[str, Any]) -> dict[str, Any]:
+def found(request, base, alone):
     if request.param == 1:
         return alone
-    return run_distributed(survey, base, world_size=request.param)[-1]
+    return run_in_group(survey, base, world_size=request.param)[-1]
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("head", HEADS)
 def test_step_has_the_loss_the_figures_and_the_gradients_of_a_dense_reference(
-    found: dict[str, Any], alone: dict[str, Any], head: str, name: str
+    found, alone, head, name
 ):
     loss, figures, expected = alone[f"{head}, {name}, dense"]
     forms = [key for key in found if key.startswith(f"{head}, {name}, ") and "dense" not in key]
@@ -172,5 +159,4 @@ def test_weights_that_are_all_equal_change_nothing():
     (divisor,), (alone,) = (NEXT_TOKEN.step_sizes(store, rows) for store in (tripled, plain))
     assert divisor == 3 * alone
     weights = stored_batch(tripled, rows).weights
-    assert weights is not None
     assert weights.tolist() == [3.0] * int(alone)

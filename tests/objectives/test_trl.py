@@ -3,30 +3,25 @@ gradients of a step of each objective, by stock Transformers and PEFT on the sam
 
 Needs envs/peers.txt."""
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 
 from tests.objectives.test_objective import one_step
 from tests.support.built_models import built_model
-from tests.support.distributed import TIMEOUT_S, run_distributed
+from tests.support.distributed import run_distributed, run_in_group
 from tests.support.models import quantized, tiny_llama
 from tests.support.plans import make_plan
 from tests.support.scored_rows import ROWS, GivenScores, scored_rows
 from tests.support.stock_training import stock_peft
-from workflow.lib.data.tokens.token_store import TokenStore
-from workflow.lib.distributed.world import process_group
 from workflow.lib.model.lora import trainable_parameters
-from workflow.lib.settings.config import RunConfig, load_config
+from workflow.lib.settings.config import load_config
 
 trl = pytest.importorskip("trl", reason="TRL is not installed (envs/peers.txt)")
 
 PAD, B = 0, 0.03
 # Ours, and what TRL calls the same.
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+CASES = {
     **{
         f"dpo {name}": (
             {"beta": 0.3, "loss_type": name, "label_smoothing": e},
@@ -59,7 +54,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 
 
-def configured(case: str) -> RunConfig:
+def configured(case):
     train = {
         "objective": case.partition(" ")[0], "epochs": None, "max_steps": 1,
         "global_batch_size": len(ROWS), "max_grad_norm": None,
@@ -69,12 +64,12 @@ def configured(case: str) -> RunConfig:
     return load_config(document)[1]["a"]
 
 
-def store_of(case: str, reference: Any) -> TokenStore:
+def store_of(case, reference):
     store = scored_rows("rated" if case == "kto" else "pairs", all_trained=True)
     return store.with_scores(GivenScores(store.loss_mask, reference))
 
 
-def documents(store: TokenStore) -> list[tuple[list[int], bool]]:
+def documents(store):
     """Return token ids of all documents but padding, and whether they are desirable."""
     found = []
     for row, lengths in enumerate(ROWS):
@@ -87,7 +82,7 @@ def documents(store: TokenStore) -> list[tuple[list[int], bool]]:
     return found
 
 
-def padded(ids: list[list[int]]) -> dict[str, torch.Tensor]:
+def padded(ids):
     """Return ids, and masks of all tokens and of all but the first of each."""
     width = max(map(len, ids))
     rows = torch.tensor([row + [PAD] * (width - len(row)) for row in ids])
@@ -97,7 +92,7 @@ def padded(ids: list[list[int]]) -> dict[str, torch.Tensor]:
     return {"input_ids": rows, "attention_mask": there, "completion_mask": answers}
 
 
-def inputs_of(case: str, store: TokenStore) -> dict[str, Any]:
+def inputs_of(case, store):
     """Return the batch of the whole step, as TRL's collators make it."""
     every = documents(store)
     first, second = ([ids for ids, _ in every[place::2]] for place in (0, 1))
@@ -115,7 +110,7 @@ def inputs_of(case: str, store: TokenStore) -> dict[str, Any]:
     return padded(first + second)
 
 
-def trainer_of(case: str, model: Any, tokenizer: Any, folder: Path) -> Any:
+def trainer_of(case, model, tokenizer, folder):
     from datasets import Dataset
 
     options = {
@@ -143,14 +138,14 @@ def trainer_of(case: str, model: Any, tokenizer: Any, folder: Path) -> Any:
     )
 
 
-def by_trl(base: Path, tokenizer_folder: Path, folder: Path) -> dict[str, Any]:
+def by_trl(base, tokenizer_folder, folder):
     """Return loss, rewards and gradients of every case by TRL, and the reference of every token."""
     from transformers import AutoTokenizer
 
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    found: dict[str, Any] = {}
+    found = {}
     for case in CASES:
         model, params = stock_peft(base, configured(case).lora)
         trainer = trainer_of(case, model, tokenizer, folder)
@@ -181,33 +176,30 @@ def by_trl(base: Path, tokenizer_folder: Path, folder: Path) -> dict[str, Any]:
     return found | {"reference": np.array(lines, dtype=np.float32)}
 
 
-def by_engine(base: Path, values: dict[str, Any], reference: Any) -> dict[str, Any]:
+def by_engine(world, base, values, reference):
     found = {}
-    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        for case in CASES:
-            config = configured(case)
-            model = built_model(base, config, make_plan(), world)
-            for name, param in trainable_parameters(model.training).items():
-                param.data.copy_(torch.from_numpy(values[case][name]))
-            store = store_of(case, reference)
-            found[case] = one_step(model, config, world, 1, store=store)
+    for case in CASES:
+        config = configured(case)
+        model = built_model(base, config, make_plan(), world)
+        for name, param in trainable_parameters(model.training).items():
+            param.data.copy_(torch.from_numpy(values[case][name]))
+        store = store_of(case, reference)
+        found[case] = one_step(model, config, world, 1, store=store)
     return found
 
 
 @pytest.fixture(scope="module")
-def both(
-    tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def both(tmp_path_factory, tokenizer_folder):
     folder = tmp_path_factory.mktemp("trl")
     base = quantized(tiny_llama(folder / "original", num_hidden_layers=2), folder / "nf4")
     (theirs,) = run_distributed(by_trl, base, tokenizer_folder, folder / "trainer", world_size=1)
     values = {case: theirs[case][3] for case in CASES}
-    (ours,) = run_distributed(by_engine, base, values, theirs["reference"], world_size=1)
+    (ours,) = run_in_group(by_engine, base, values, theirs["reference"], world_size=1)
     return ours, theirs
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_step_is_that_of_trl(both, case: str):
+def test_step_is_that_of_trl(both, case):
     (loss, figures, gradients), (their_loss, rewards, their_gradients, _) = (
         of[case] for of in both
     )

@@ -13,11 +13,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.built_models import built_model
-from tests.support.distributed import TIMEOUT_S
 from tests.support.models import VOCAB, quantized, random_store, tiny_llama
 from tests.support.plans import make_plan
 from tests.support.stock_training import save_run, trained
-from workflow.lib.distributed.world import World, process_group
+from workflow.lib.distributed.world import World
 from workflow.lib.export.adapter_files import read_sharded_adapter, save_adapter
 from workflow.lib.model.architecture import vocabulary_slices
 from workflow.lib.model.trained_modules import TRAINED_ROWS
@@ -75,7 +74,7 @@ WEIGHT_TOLERANCE = {"rtol": 0.0, "atol": 2e-4}
 
 def make_bases(folder: Path) -> Path:
     """Save each base in `NAME/original`, quantized in `NAME/nf4`; return `folder`."""
-    small: dict[str, Any] = {"num_hidden_layers": 1, "pad_token_id": 5}
+    small = {"num_hidden_layers": 1, "pad_token_id": 5}
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
     tiny_llama(folder / "biased" / "original", attention_bias=True, **sizes)
     tiny_llama(folder / "small" / "original", **small)
@@ -146,12 +145,11 @@ def take(
 
 
 def train_kinds(
-    folder: Path, target: Path, enough_slices: int, kinds: Sequence[str]
+    world, folder: Path, target: Path, enough_slices: int, kinds: Sequence[str]
 ) -> dict[str, Any]:
     """Train each kind; leave the sharded adapter and the record of its logits in `target`."""
     vocabulary_slices.ENOUGH_SLICES = enough_slices
-    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        return {kind: train_one(folder, kind, target / kind, world) for kind in kinds}
+    return {kind: train_one(folder, kind, target / kind, world) for kind in kinds}
 
 
 def train_one(folder: Path, kind: str, target: Path, world: World) -> dict[str, Any]:

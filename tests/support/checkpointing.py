@@ -1,5 +1,7 @@
 """Runs of a tiny model that save checkpoints and are resumed from them."""
 
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -43,7 +45,7 @@ class Run:
         self.training = built_model(base, config, make_plan(), world).training
         self.optimizer = make_optimizer(self.training, config.train)
 
-    def train(self, *, first: int, last: int = STEPS) -> list[float]:
+    def losses(self, *, first: int) -> Iterator[float]:
         loop = Trainer(
             self.training,
             self.optimizer,
@@ -52,14 +54,17 @@ class Run:
             micro_batch_size=self.micro_batch_size,
             world=self.world,
         ).steps(first_step=first, num_steps=self.config.train.max_steps)
-        return [next(loop).loss for _ in range(first, last)]
+        return (step.loss for step in loop)
+
+    def train(self, *, first: int, last: int = STEPS) -> list[float]:
+        return list(islice(self.losses(first=first), last - first))
 
     def resume(self, folder: Path, *, identity: str = IDENTITY) -> Resumed:
         return resume_(folder, self.training, self.optimizer, identity=identity, world=self.world)
 
     def state(self) -> dict[str, torch.Tensor]:
         params = trainable_parameters(self.training)
-        sharded: dict[str, torch.Tensor | None] = {**params}
+        sharded = {**params}
         for name, param in params.items():
             for key, piece in self.optimizer.pieces(name, rank=self.world.rank).items():
                 sharded[f"{name}.{key}"] = whole_of(piece.local, like=param)

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from workflow.lib.distributed.world import process_group
 from workflow.lib.training.launch import ADDRESS, INTERFACE, loopback_store
 
 # Ends what hangs, on however busy a machine; also the bound of the processes' collectives.
@@ -37,15 +38,12 @@ POLL_S = 1.0
 OTHERS_S = 5.0
 
 
-def run_distributed(
-    function: Callable[..., Any], *args: Any, world_size: int, timeout_s: float = TIMEOUT_S
-) -> list[Any]:
+def run_distributed(function: Callable[..., Any], *args: Any, world_size: int) -> list[Any]:
     """Call `function(*args)` in `world_size` fresh processes with torchrun's environment; return
     their results by rank.
 
-    timeout_s: the longest that all may take. An exception in a process fails the caller at once,
-    with the tracebacks that
-    there are by then: the others may wait for that process for as long as a collective may take."""
+    An exception in a process fails the caller at once, with the tracebacks that there are by then:
+    the others may wait for that process for as long as a collective may take."""
     context = fresh_processes()
     results = context.Queue()
     store = loopback_store()
@@ -56,7 +54,7 @@ def run_distributed(
     for worker in workers:
         worker.start()
     try:
-        found = _collect(results, workers, deadline=time.monotonic() + timeout_s)
+        found = _collect(results, workers, deadline=time.monotonic() + TIMEOUT_S)
         failed = [
             f"process {rank} of {world_size}:\n{value}"
             for rank, (bad, value) in found.items()
@@ -74,6 +72,26 @@ def run_distributed(
     return [pickle.loads(found[rank][1]) for rank in range(world_size)]
 
 
+def run_in_group(
+    function: Callable[..., Any],
+    *args: Any,
+    world_size: int,
+    device: str = "cpu",
+    shard_size: int | None = None,
+) -> list[Any]:
+    """Call `function(world, *args)` in processes that have joined a group, as `run_distributed`
+    does; shard_size: as for `process_group`."""
+    options = {"timeout_s": TIMEOUT_S, "shard_size": shard_size}
+    return run_distributed(_in_group, function, args, device, options, world_size=world_size)
+
+
+def _in_group(
+    function: Callable[..., Any], args: tuple[Any, ...], device: str, options: dict[str, Any]
+) -> Any:
+    with process_group(device, **options) as world:
+        return function(world, *args)
+
+
 def fresh_processes() -> BaseContext:
     """Return what starts processes in which nothing has run."""
     context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
@@ -86,7 +104,7 @@ def _collect(
 ) -> dict[int, tuple[bool, Any]]:
     """Return what the processes gave: of all, or of some when one has failed, died or taken too
     long."""
-    found: dict[int, tuple[bool, Any]] = {}
+    found = {}
     while len(found) < len(workers) and time.monotonic() < deadline:
         # read before the queue: what a process has sent by its end is in the queue then
         dead = any(

@@ -20,7 +20,6 @@ from peft import PeftModel
 from transformers import AutoConfig, PreTrainedModel
 
 from tests.support.built_models import built_model
-from tests.support.distributed import TIMEOUT_S
 from tests.support.families import FAMILIES, VOCAB, tiny_family
 from tests.support.gathering import all_full
 from tests.support.models import quantized
@@ -29,7 +28,7 @@ from tests.support.rounding import allowed, lost
 from tests.support.stock_training import save_run
 from tests.support.token_arrays import token_arrays
 from workflow.lib.data.tokens.token_store import TokenStore
-from workflow.lib.distributed.world import World, process_group
+from workflow.lib.distributed.world import World
 from workflow.lib.export.adapter_files import (
     merged_tensors,
     read_sharded_adapter,
@@ -117,6 +116,7 @@ def make_bases(folder: Path, families: Iterable[str]) -> Path:
 
 
 def run_families(
+    world: World,
     folder: Path,
     target: str | None,
     families: Sequence[str],
@@ -130,17 +130,16 @@ def run_families(
 
     break_checks: also return what the start-up check says of broken models, and what linears share.
     """
-    found: dict[str, Any] = {}
-    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        for family in families:
-            try:
-                number = [*FAMILIES].index(family)
-                found[family] = run_family(
-                    folder / family, world, target,
-                    fused=fused, break_checks=break_checks, number=number,
-                )  # fmt: skip
-            except Exception:
-                found[family] = traceback.format_exc()
+    found = {}
+    for family in families:
+        try:
+            number = [*FAMILIES].index(family)
+            found[family] = run_family(
+                folder / family, world, target,
+                fused=fused, break_checks=break_checks, number=number,
+            )  # fmt: skip
+        except Exception:
+            found[family] = traceback.format_exc()
     return found
 
 
@@ -165,7 +164,7 @@ def run_family(
     packed = family_store("packed")
     checks = startup_checks(model, packed, base, world)
     broken = said_of_broken(model.training, world) if break_checks else {}
-    found: dict[str, Any] = {
+    found = {
         rows: _gradients(model.training, family_store(rows), world, micro_batch=size)
         for rows, size in MICRO_BATCHES.items()
     }
@@ -214,7 +213,7 @@ def rows_as_documents(position_ids: torch.Tensor) -> Documents:
 
 def shared_values(training: CausalLMForTraining) -> tuple[int, bool]:
     """Return how many inputs linears share in a row, and whether all values of these are taken."""
-    inputs: list[torch.Tensor] = []
+    inputs = []
     for layer in training.modules():
         if isinstance(layer, FusedLoraLinear) and layer.beside is not None:
             layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
@@ -317,7 +316,7 @@ def stock_model(folder: Path, adapter: Path) -> PeftModel:
     """Return stock Transformers' model with the dequantized weights of the base in `folder`, and
     stock PEFT's adapter on it."""
     config = AutoConfig.from_pretrained(folder / "original")
-    model: Any = auto_class(config).from_pretrained(
+    model = auto_class(config).from_pretrained(
         folder / "original",
         dtype=torch.float32,
         attn_implementation=stock_attention(folder / "nf4"),
@@ -332,13 +331,13 @@ def stock_model(folder: Path, adapter: Path) -> PeftModel:
                 model.get_parameter(path).copy_(stored)
             else:
                 model.get_submodule(path).weight.copy_(weight)
-    tuned: PeftModel = PeftModel.from_pretrained(model, adapter, is_trainable=True)
+    tuned = PeftModel.from_pretrained(model, adapter, is_trainable=True)
     return tuned.eval()  # the same as training: nothing is dropped
 
 
 def in_float64(model: PeftModel) -> PeftModel:
     """Return a stock model that computes in fp64, but for what its family's code casts itself."""
-    base: Any = model.get_base_model()
+    base = model.get_base_model()
     base.set_experts_implementation("eager")  # grouped matmuls have no fp64
     return model.double()
 
@@ -383,7 +382,7 @@ def stock_gradients(model: PeftModel, store: TokenStore) -> dict[str, Any]:
 def _documents(store: TokenStore) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return ids and masks (documents, length) of the documents in the store's rows that have a
     trained token."""
-    by_length: dict[int, list[tuple[Any, Any]]] = {}
+    by_length = {}
     for ids, mask, positions in zip(
         store.input_ids, store.loss_mask, store.position_ids, strict=True
     ):

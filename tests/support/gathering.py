@@ -11,7 +11,6 @@ from workflow.lib.model.nf4_model import local
 
 def full(tensor: torch.Tensor | None) -> torch.Tensor:
     """Return a copy of a tensor, whole. Collective."""
-    assert tensor is not None
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return whole.detach().clone()
 
@@ -20,13 +19,12 @@ def all_full(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tens
     """Return copies of tensors, whole, by one collective: one for each takes seconds for a model.
 
     Each is made of the slices of this process's copy."""
-    slices: list[dict[str, torch.Tensor]] = [{}] * dist.get_world_size()
+    slices = [{}] * dist.get_world_size()
     own = {name: local(x.detach()).cpu() for name, x in tensors.items() if x is not None}
     assert own.keys() == tensors.keys()
     dist.all_gather_object(slices, own)
     found = {}
     for name, tensor in tensors.items():
-        assert tensor is not None
         ranks = [dist.get_rank()]
         if isinstance(tensor, DTensor):
             mesh = tensor.device_mesh

@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -39,16 +40,11 @@ def read_cut_file(folder: Path) -> None:
         print(mapped[-1])
 
 
-def lose_peer(folder: Path) -> None:
-    raise RuntimeError("Connection closed by peer [127.0.0.1]:23456")
+def raising(error: Exception) -> Callable[[Path], None]:
+    def act(folder: Path) -> None:
+        raise error
 
-
-def batch_too_large(folder: Path) -> None:
-    raise BatchMemoryError(6)
-
-
-def be_defect(folder: Path) -> None:
-    raise KeyError("a defect")
+    return act
 
 
 class ToldToEndError(RuntimeError):
@@ -60,16 +56,20 @@ class ToldToEndError(RuntimeError):
         return "a message that is whole"
 
 
-FAILURES: dict[str, Callable[[Path], None]] = {
-    "batch": batch_too_large,
-    "memory": allocate_too_much,
-    "data": read_cut_file,
-}
-
-
 def fail(action: Callable[[Path], None], folder: Path) -> None:
     with explained(run="demo", preflight=make_forecast(), measured_bytes=lambda: 3 * 2**30):
         action(folder)
+
+
+IN_ONE: dict[str, Callable[[Path], None]] = {
+    "leave 1": lambda _: os._exit(3),  # as a library may do
+    "kill 1": lambda _: os.kill(os.getpid(), signal.SIGKILL),
+    "fail with batch": partial(fail, raising(BatchMemoryError(6))),
+    "fail with memory": partial(fail, allocate_too_much),
+    "fail with data": partial(fail, read_cut_file),
+    "fail in 1, told to end while it says why": raising(ToldToEndError()),
+}
+"""What process 1 does while the other waits."""
 
 
 def stop_in(phase: str, rank: int, base: Path) -> None:
@@ -140,7 +140,7 @@ def fail_beside_a_collective(rank: int, folder: Path, *, device: str) -> None:
     atexit.register(oversleep)
     with process_group(device, timeout_s=LONG_S) as world:
         if rank == 1:
-            fail(be_defect, folder)
+            fail(raising(KeyError("a defect")), folder)
         torch.distributed.all_reduce(torch.ones(3, device=world.device))
         if device == "cuda":
             torch.cuda.synchronize()  # the host waits for the other process here
@@ -162,16 +162,12 @@ def main(args: argparse.Namespace) -> None:
     folder, rank = args.folder, int(os.environ["RANK"])
     behaviour = args.behaviour.removeprefix(NCCL)
     device = "cpu" if behaviour == args.behaviour else "cuda"
-    if behaviour == "note":
+    if behaviour in IN_ONE:  # the other waits
+        if rank == 1:
+            IN_ONE[behaviour](folder)
+        time.sleep(LONG_S)
+    elif behaviour == "note":
         note(rank, folder)
-    elif behaviour == "leave 1":
-        if rank == 1:
-            os._exit(3)  # as a library may do
-        time.sleep(LONG_S)
-    elif behaviour == "kill 1":
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(LONG_S)
     elif behaviour == "stopped":
         sys.exit(os.EX_TEMPFAIL)
     elif behaviour == "wait":
@@ -183,15 +179,8 @@ def main(args: argparse.Namespace) -> None:
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
         told.touch()
-        fail(lose_peer, folder)
-    elif behaviour.startswith("fail with "):
-        if rank == 1:
-            fail(FAILURES[behaviour.removeprefix("fail with ")], folder)
-        time.sleep(LONG_S)
-    elif behaviour == "fail in 1, told to end while it says why":
-        if rank == 1:
-            raise ToldToEndError
-        time.sleep(LONG_S)
+        peer = "Connection closed by peer [127.0.0.1]:23456"
+        fail(raising(RuntimeError(peer)), folder)
     elif behaviour == "fail in 1 beside a collective":
         fail_beside_a_collective(rank, folder, device=device)
     elif behaviour.startswith("stop in "):

@@ -26,7 +26,7 @@ class MadeUpMemory:
     much, by the number of the recording."""
 
     def __init__(self, shape: ModelShape, share: Callable[[int], float] = lambda _: 1.0) -> None:
-        self.asked: list[StepPlan] = []
+        self.asked = []
         self._shape, self._share = shape, share
 
     def peaks(self, plans: Sequence[StepPlan]) -> list[Peaks]:

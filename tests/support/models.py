@@ -1,10 +1,12 @@
 """Tiny random models and tokens for tests: odd sizes on purpose, weights not near zero."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from bitsandbytes.functional import QuantState
 from safetensors.torch import save_file
@@ -111,6 +113,17 @@ def quantized(source: Path, target: Path, **settings: Any) -> Path:
     return target
 
 
+def base_fixture(make: Callable[..., Path] = tiny_llama, **changes: Any) -> Any:
+    """Return a fixture of a test module: the NF4 base of what `make` saves. Never change it."""
+
+    @pytest.fixture(scope="module")
+    def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+        folder = tmp_path_factory.mktemp("base")
+        return quantized(make(folder / "original", **changes), folder / "nf4")
+
+    return base
+
+
 def adapted(
     base: Path,
     *,
@@ -187,9 +200,7 @@ def write_shards(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
     )
     try:
         pieces = {name: piece_of(tensor, rank=0) for name, tensor in tensors.items()}
-        group = torch.distributed.group.WORLD
-        assert group is not None
-        write_sharded(folder, pieces, group=group, facts={})
+        write_sharded(folder, pieces, group=torch.distributed.group.WORLD, facts={})
     finally:
         torch.distributed.destroy_process_group()
     return folder

@@ -7,12 +7,11 @@ import numpy as np
 import torch
 
 from tests.support.built_models import built_model
-from tests.support.distributed import TIMEOUT_S
 from tests.support.models import VOCAB, random_store
 from tests.support.plans import make_plan
 from tests.support.stock_training import save_run, stock_peft, trained
 from workflow.lib.data.tokens.token_store import TokenStore
-from workflow.lib.distributed.world import World, process_group
+from workflow.lib.distributed.world import World
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
 from workflow.lib.settings.schedule import step_rows
 
@@ -66,10 +65,14 @@ def real_tokens(store: TokenStore, rows: Any) -> torch.Tensor:
 
 
 def train_in_process(
-    base: Path, settings: RunConfig, store: TokenStore, micro_batches: int, plan: dict[str, Any]
+    world,
+    base: Path,
+    settings: RunConfig,
+    store: TokenStore,
+    micro_batches: int,
+    plan: dict[str, Any],
 ) -> dict[str, Any]:
-    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        return train(base, settings, store, world, micro_batches=micro_batches, plan=plan)
+    return train(base, settings, store, world, micro_batches=micro_batches, plan=plan)
 
 
 def train(

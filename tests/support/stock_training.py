@@ -10,12 +10,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from tests.support.built_models import built_model
-from tests.support.distributed import TIMEOUT_S
 from tests.support.gathering import all_full, full
 from tests.support.models import random_store
 from tests.support.plans import make_plan
 from workflow.lib.data.tokens.token_store import TokenStore
-from workflow.lib.distributed.world import World, process_group
+from workflow.lib.distributed.world import World
 from workflow.lib.export.parity import save_logits, trained_logits
 from workflow.lib.export.stock_models import load_base
 from workflow.lib.model.lora import trainable_parameters
@@ -24,7 +23,7 @@ from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
 from workflow.lib.settings.schedule import step_rows
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.files import write_json
-from workflow.lib.training.batches import make_batch
+from workflow.lib.training.batches import MicroBatch, stored_batch
 from workflow.lib.training.build import TrainingModel
 from workflow.lib.training.checkpoint import save_adapter
 from workflow.lib.training.loop import Trainer, make_optimizer
@@ -60,18 +59,18 @@ def plan(*, processes: int, micro_batch_size: int, **changes: Any) -> StepPlan:
 
 
 def ours(
+    world: World,
     base: Path,
     config: RunConfig,
     plan: StepPlan,
     dtype: torch.dtype = torch.float32,
     attention: str = "sdpa",
 ) -> dict[str, Any]:
-    with process_group(plan.device, timeout_s=TIMEOUT_S, shard_size=plan.shards) as world:
-        torch.set_num_threads(1)
-        store = random_store(rows=ROWS, seq_len=SEQ_LEN)
-        model = built_model(base, config, plan, world, dtype=dtype, attention=attention)
-        startup_checks(model, store, base, world)
-        return trained(model, config.train, store, world, micro_batch_size=plan.micro_batch_size)
+    torch.set_num_threads(1)
+    store = random_store(rows=ROWS, seq_len=SEQ_LEN)
+    model = built_model(base, config, plan, world, dtype=dtype, attention=attention)
+    startup_checks(model, store, base, world)
+    return trained(model, config.train, store, world, micro_batch_size=plan.micro_batch_size)
 
 
 def whole(tensors: Mapping[str, torch.Tensor | None], world: World) -> dict[str, torch.Tensor]:
@@ -95,7 +94,7 @@ def trained(
     params = trainable_parameters(model.training)
     initial = whole(params, world)
     optimizer = make_optimizer(model.training, train)
-    gradients: list[dict[str, torch.Tensor]] = []
+    gradients = []
     optimizer.register_step_pre_hook(
         lambda *_: gradients.append(whole({name: p.grad for name, p in params.items()}, world))
     )
@@ -139,9 +138,9 @@ def stock_peft(
     attention: str = "sdpa",
 ) -> tuple[Any, dict[str, torch.nn.Parameter]]:
     place = torch.device(device, 0) if device == "cuda" else torch.device(device)
-    model: Any = load_base(base, device=place, compute_dtype=dtype, attention=attention)
+    model = load_base(base, device=place, compute_dtype=dtype, attention=attention)
     targets = lora.target_modules
-    options: dict[str, Any] = {
+    options = {
         "lora_alpha": lora.alpha,
         "target_modules": targets if isinstance(targets, str) else [*targets],
         "use_rslora": lora.use_rslora,
@@ -153,14 +152,26 @@ def stock_peft(
         r=lora.r, use_dora=lora.use_dora, task_type="CAUSAL_LM", **options, **patterns
     )
     model = get_peft_model(model, config).train()
-    params = {
+    return model, trained_by_peft(model)
+
+
+def trained_by_peft(model: Any) -> dict[str, torch.nn.Parameter]:
+    """Return what PEFT trains, by the names of an export."""
+    return {
         name.replace(".modules_to_save.default", "")
         .replace(".default", "")
         .replace("magnitude_vector.weight", "magnitude_vector"): param
         for name, param in model.named_parameters()
         if param.requires_grad
     }
-    return model, params
+
+
+def stock_loss(model: Any, batch: MicroBatch, *, reduction: str = "mean") -> torch.Tensor:
+    """Return the loss of a stock model, which finds documents by their positions where there is no
+    mask."""
+    given = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
+    logits = model(**given, use_cache=False).logits.flatten(0, 1)[batch.positions].float()
+    return torch.nn.functional.cross_entropy(logits, batch.targets, reduction=reduction)
 
 
 def stock(
@@ -186,24 +197,13 @@ def stock(
         eps=train.adam_eps,
         weight_decay=train.weight_decay,
     )
-    result: dict[str, Any] = {"losses": [], "norms": [], "gradients": []}
-    assert train.max_steps is not None
+    result = {"losses": [], "norms": [], "gradients": []}
     for step in range(train.max_steps):
         optimizer.param_groups[0]["lr"] = learning_rate(train, step=step, num_steps=train.max_steps)
         chosen = step_rows(
             num_rows=rows, global_batch_size=train.global_batch_size, seed=train.seed, step=step
         )
-        batch = make_batch(
-            store.input_ids[chosen].astype("int64"),
-            store.position_ids[chosen].astype("int64"),
-            store.loss_mask[chosen],
-            device=torch.device(device),
-        )
-        # Transformers finds the documents by their positions where there is no mask
-        logits = model(
-            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False
-        ).logits.flatten(0, 1)
-        loss = torch.nn.functional.cross_entropy(logits[batch.positions].float(), batch.targets)
+        loss = stock_loss(model, stored_batch(store, chosen).to(torch.device(device)))
         loss.backward()
         bound = train.max_grad_norm or float("inf")
         result["norms"].append(float(torch.nn.utils.clip_grad_norm_(params.values(), bound)))

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.distributed import TIMEOUT_S, run_distributed
+from tests.support.distributed import run_in_group
 from tests.support.shared import made_once, reserved_ports
-from workflow.lib.distributed.world import process_group
 
 
 def test_what_could_not_be_made_is_not_tried_again(tmp_path):
@@ -19,7 +18,7 @@ def test_what_could_not_be_made_is_not_tried_again(tmp_path):
         tried.append(folder)
         raise OSError("the cause")
 
-    tried: list[Path] = []
+    tried = []
     with pytest.raises(OSError, match="the cause"):
         made_once(tmp_path / "it", fail)
     with pytest.raises(pytest.fail.Exception, match=r"^it could not be made, as .*::test_what"):
@@ -36,26 +35,24 @@ def test_reserved_port_is_free_for_its_server_alone():
             socket.create_connection(server.getsockname()).close()
 
 
-def leave(status: int) -> None:
+def leave(world, status: int) -> None:
     """Process 1 ends without a word, as one that is killed; the other waits without end."""
-    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        if world.rank == 1:
-            os._exit(status)
-        threading.Event().wait()
+    if world.rank == 1:
+        os._exit(status)
+    threading.Event().wait()
 
 
-def fail_in_one() -> None:
-    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        if world.rank == 1:
-            raise KeyError("the cause")
-        threading.Event().wait()
+def fail_in_one(world) -> None:
+    if world.rank == 1:
+        raise KeyError("the cause")
+    threading.Event().wait()
 
 
 def test_process_without_a_result_is_named_while_the_others_wait():
     with pytest.raises(AssertionError, match=r"gave no result.*: \{0: None, 1: 7\}"):
-        run_distributed(leave, 7, world_size=2)
+        run_in_group(leave, 7, world_size=2)
 
 
 def test_process_that_fails_is_told_while_the_others_wait():
     with pytest.raises(AssertionError, match=r"process 1 of 2:(.|\n)*KeyError: 'the cause'"):
-        run_distributed(fail_in_one, world_size=2)
+        run_in_group(fail_in_one, world_size=2)

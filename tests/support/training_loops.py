@@ -60,13 +60,10 @@ def trainer(
     return kind(training, optimizer, store, config.train, micro_batch_size, world, graphs)
 
 
-def loop(base: Path, world: Any, *, first_step: int = 0, fill: float | None = None) -> Any:
-    """Return the generator of `steps` over a fresh model whose adapter holds `fill`, if given."""
+def loop(base: Path, world: Any, *, fill: float) -> Any:
+    """Return the generator of `steps` over a fresh model whose adapter holds `fill`."""
     config = settings()
     training = adapted(base, r=4)
     for param in trainable_parameters(training).values():
-        if fill is not None:
-            param.data.fill_(fill)
-    return trainer(training, config, world, micro_batch_size=3).steps(
-        first_step=first_step, num_steps=STEPS
-    )
+        param.data.fill_(fill)
+    return trainer(training, config, world, micro_batch_size=3).steps(first_step=0, num_steps=STEPS)

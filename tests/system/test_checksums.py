@@ -6,9 +6,8 @@ from unittest import mock
 
 import pytest
 
-from tests.support.distributed import TIMEOUT_S, run_distributed
+from tests.support.distributed import run_in_group
 from workflow.lib.distributed.work_sharing import check_recorded
-from workflow.lib.distributed.world import process_group
 from workflow.lib.model.safetensors_reader import shard_of_tensor
 from workflow.lib.system import checksums
 from workflow.lib.system.checksums import (
@@ -119,35 +118,34 @@ def test_file_that_cannot_be_read_at_the_moment_is_not_told_as_damage(folder, la
 
 
 def test_hashing_tells_that_it_moves_after_every_mib(folder):
-    moves: list[None] = []
+    moves = []
     findings(listed_files(folder), threads=2, moved=lambda: moves.append(None))
     assert len(moves) == sum(-(-size // 2**20) for size in FILES.values())
 
 
-def hash_together(folder, damaged):
+def hash_together(world, folder, damaged):
     """Check a sound and a damaged folder; return what this process hashed, and was told."""
-    hashed: list[str] = []
+    hashed = []
     original = checksums.file_sha256
 
     def noted(path, **options):
         hashed.append(path.name)
-        return original(path, **options)  # type: ignore[arg-type]
+        return original(path, **options)
 
     checksums.file_sha256 = noted  # this process ends with the call
-    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        check_recorded(listed_files(folder), world=world)
-        mine = list(hashed)
-        try:
-            check_recorded(listed_files(damaged), world=world)
-        except UserError as error:
-            return {"hashed": mine, "message": str(error)}
+    check_recorded(listed_files(folder), world=world)
+    mine = list(hashed)
+    try:
+        check_recorded(listed_files(damaged), world=world)
+    except UserError as error:
+        return {"hashed": mine, "message": str(error)}
     return {}
 
 
 def test_processes_share_the_hashing_and_all_are_told(folder, tmp_path):
     damaged = made(tmp_path / "damaged")
     flip(damaged / "a.safetensors")
-    results = run_distributed(hash_together, folder, damaged, world_size=3)
+    results = run_in_group(hash_together, folder, damaged, world_size=3)
     assert sorted(name for result in results for name in result["hashed"]) == sorted(FILES)
     assert all(result["hashed"] for result in results)
     assert {result["message"] for result in results} == {refused(damaged)}

@@ -1,14 +1,12 @@
 """That the attention of a training is compared with the family's own before the first step."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
-    Gemma2Config,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
 )
@@ -16,20 +14,16 @@ from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests.support.mixtures import tiny_mixture
-from tests.support.models import adapted, quantized, random_store, tiny_gemma2
+from tests.support.models import adapted, base_fixture, quantized, random_store, tiny_gemma2
 from workflow.lib.model import prepared_decoder
 from workflow.lib.system.errors import UserError
 from workflow.lib.training.startup_checks import PACKED_TOLERANCE, check_attention
 
-WORLD: Any = SimpleNamespace(device=torch.device("cpu"))
+WORLD = SimpleNamespace(device=torch.device("cpu"))
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    """Gemma 2 with a cap that bites, and windows of 7 tokens in every other layer."""
-    folder = tmp_path_factory.mktemp("gemma2")
-    source = tiny_gemma2(folder / "original", attn_logit_softcapping=0.5, initializer_range=0.3)
-    return quantized(source, folder / "nf4")
+# With a cap that bites, and windows of 7 tokens in every other layer.
+base = base_fixture(tiny_gemma2, attn_logit_softcapping=0.5, initializer_range=0.3)
 
 
 def store(seq_len=37):
@@ -62,15 +56,15 @@ def test_attention_that_leaves_out_the_caps_is_refused(base):
 
 
 def config_of(training):
-    return training.peft_model.get_base_model().config  # type: ignore[operator]
+    return training.peft_model.get_base_model().config
 
 
 def test_window_that_a_layer_does_not_tell_is_refused(base):
     """Though no document that is tried is as long as the window."""
     training = adapted(base, attention="flex")
-    config: Gemma2Config = config_of(training)
+    config = config_of(training)
     config.sliding_window = 4096
-    for layer in training.peft_model.get_base_model().model.layers:  # type: ignore[operator]
+    for layer in training.peft_model.get_base_model().model.layers:
         layer.self_attn.sliding_window = None
     with pytest.raises(UserError, match=r"masks what is beyond 4096 tokens, and tells .* None"):
         check_attention(training, store(), WORLD)
@@ -125,7 +119,7 @@ def test_attention_across_documents_is_found_in_spite_of_rounding(unscaled, monk
 
 def leaking(training):
     """Make the hidden states depend on the token before, whatever its document."""
-    decoder = training.peft_model.get_base_model().get_decoder()  # type: ignore[operator]
+    decoder = training.peft_model.get_base_model().get_decoder()
     decoder.norm.register_forward_hook(lambda _, args, output: output + output.roll(1, dims=1))
     return training
 
@@ -149,7 +143,7 @@ def undecided(tmp_path):
     training = adapted(quantized(source, tmp_path / "nf4"), attention="sdpa")
     for module in training.modules():
         if type(module).__name__.endswith("Router"):
-            weight: Any = module.weight
+            weight = module.weight
             weight.data[1] = weight.data[0] * (1 + 2e-7 * torch.randn(weight.shape[1]))
     return training
 

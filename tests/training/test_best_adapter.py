@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from tests.support.built_models import built_model
-from tests.support.distributed import TIMEOUT_S, run_distributed
+from tests.support.distributed import run_distributed, run_in_group
 from tests.support.finished import CONFIG, PLAN, arguments, finetune, prepare
 from tests.support.models import adapted, heldout_from, random_store, tiny_llama
 from tests.support.token_arrays import token_arrays
 from workflow.lib.data.tokens.token_store import TokenStore
-from workflow.lib.distributed.world import process_group
 from workflow.lib.evaluation.heldout_loss import heldout_losses
 from workflow.lib.export.adapter_files import read_sharded_adapter
 from workflow.lib.export.stock_models import load_base
@@ -152,33 +151,32 @@ def test_patience_is_over_after_as_many_losses_of_which_none_is_the_lowest(losse
     assert patience_is_over(losses, patience) is over
 
 
-def continued(base, folder):
+def continued(world, base, folder):
     """Continue after step 4 a run that was killed after step 6; then once more after step 8."""
 
     def kept():
         return sorted(path.name for path in folder.glob("*best-*"))
 
     before = [{"step": 2, "heldout_loss": 3.0}, {"step": 4, "heldout_loss": 3.5}]
-    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        training, found = adapted(base, r=3), {}
-        (folder / "step-00000004").mkdir(parents=True)
-        killed = BestAdapter(folder, [], world=world)
-        for step, loss in ((2, 3.0), (6, 2.0)):
-            killed.offer(training, loss=loss, step=step)
-        (folder / ".best-00000007.partial").mkdir()
-        best = BestAdapter(folder, before, world=world)
-        found["after the start"] = kept()
-        (folder / "step-00000004").rename(folder / "step-00000008")
-        best.offer(training, loss=2.5, step=9)
-        found["after step 9"] = kept()
-        found["best at step 8"] = BestAdapter(folder, before, world=world).step
-        found["after another start"] = kept()
+    training, found = adapted(base, r=3), {}
+    (folder / "step-00000004").mkdir(parents=True)
+    killed = BestAdapter(folder, [], world=world)
+    for step, loss in ((2, 3.0), (6, 2.0)):
+        killed.offer(training, loss=loss, step=step)
+    (folder / ".best-00000007.partial").mkdir()
+    best = BestAdapter(folder, before, world=world)
+    found["after the start"] = kept()
+    (folder / "step-00000004").rename(folder / "step-00000008")
+    best.offer(training, loss=2.5, step=9)
+    found["after step 9"] = kept()
+    found["best at step 8"] = BestAdapter(folder, before, world=world).step
+    found["after another start"] = kept()
     return found
 
 
 def test_best_adapters_beyond_the_step_that_a_run_continues_from_are_removed(run, tmp_path):
     """Else that of step 6, of which no line tells, passes for the best at step 8."""
-    (found,) = run_distributed(continued, run / "base", tmp_path / "kept", world_size=1)
+    (found,) = run_in_group(continued, run / "base", tmp_path / "kept", world_size=1)
     assert found == {
         "after the start": ["best-00000002"],
         "after step 9": ["best-00000002", "best-00000009"],
@@ -187,21 +185,20 @@ def test_best_adapters_beyond_the_step_that_a_run_continues_from_are_removed(run
     }
 
 
-def kept_beside(folder, saved):
+def kept_beside(world, folder, saved):
     """Return the steps of the best adapters that are kept of a loss that was lower every step."""
     rows = [{"step": step, "heldout_loss": 10.0 - step} for step in range(1, 9)]
     for row in rows:
         (folder / f"best-{row['step']:08d}").mkdir(parents=True)
     for step in saved:
         (folder / f"step-{step:08d}").mkdir()
-    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        BestAdapter(folder, rows, world=world)
+    BestAdapter(folder, rows, world=world)
     return sorted(int(path.name[5:]) for path in folder.glob("best-*"))
 
 
 def test_best_adapters_are_kept_for_each_checkpoint_and_since_the_newest(tmp_path):
     """However old the oldest checkpoint: one whose adapter is exported stays to the end."""
-    (found,) = run_distributed(kept_beside, tmp_path / "kept", (3, 6), world_size=1)
+    (found,) = run_in_group(kept_beside, tmp_path / "kept", (3, 6), world_size=1)
     assert found == [3, 6, 7, 8]
 
 
@@ -211,28 +208,27 @@ def two_sources():
     return store
 
 
-def measure(base):
+def measure(world, base):
     """Return the losses of a fresh adapter (which changes nothing) by micro-batch and documents of
     a source at most."""
     store = two_sources()
-    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        model = built_model(
-            base, RunConfig(lora=LoraSettings(r=3, dropout=0.5)), PLAN, world,
-        )  # fmt: skip
-        model.training.train()
-        found = {
-            (size, at_most): HeldOut(
-                store, every=1, num_steps=1, at_most=at_most, seed=0, micro_batch_size=size
-            ).losses(model.training, world=world)
-            for size, at_most in ((1, None), (2, None), (1, 1))
-        }
-        assert model.training.training, "training goes on as before"
+    model = built_model(
+        base, RunConfig(lora=LoraSettings(r=3, dropout=0.5)), PLAN, world,
+    )  # fmt: skip
+    model.training.train()
+    found = {
+        (size, at_most): HeldOut(
+            store, every=1, num_steps=1, at_most=at_most, seed=0, micro_batch_size=size
+        ).losses(model.training, world=world)
+        for size, at_most in ((1, None), (2, None), (1, 1))
+    }
+    assert model.training.training, "training goes on as before"
     return found
 
 
 def test_loss_is_that_of_the_evaluation(base):
     """Three processes have more turns than documents: some run without one. Dropout is off."""
-    results = run_distributed(measure, base, world_size=3)
+    results = run_in_group(measure, base, world_size=3)
     model = load_base(
         base, device=torch.device("cpu"), compute_dtype=torch.float32, attention="sdpa"
     )

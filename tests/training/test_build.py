@@ -1,19 +1,17 @@
 """The order in which a model is made ready, and the checks before its first step."""
 
-from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.built_models import built_model
-from tests.support.distributed import TIMEOUT_S, run_distributed
-from tests.support.models import adapted, quantized, random_store, tiny_llama
+from tests.support.distributed import run_in_group
+from tests.support.models import adapted, base_fixture, quantized, random_store, tiny_llama
 from tests.support.plans import make_plan
-from workflow.lib.distributed.world import process_group
+from tests.support.refusals import refusal
 from workflow.lib.model.decoder_layers import decoder_layers
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.loss.chunked_loss import OutputHead
@@ -22,11 +20,7 @@ from workflow.lib.system.errors import UserError
 from workflow.lib.training.build import TrainingModel
 from workflow.lib.training.startup_checks import check_family, check_recomputation, startup_checks
 
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("setup")
-    return quantized(tiny_llama(folder / "original", attention_dropout=0.5), folder / "nf4")
+base = base_fixture(attention_dropout=0.5)
 
 
 def empty_row(store):
@@ -34,42 +28,41 @@ def empty_row(store):
     return store
 
 
-def checks(base):
+def checks(world, base):
     """Build one model in this group; return what the checks say of it and of what is wrong with
     it."""
-    found: dict[str, Any] = {}
-    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        config = RunConfig(
-            model=ModelConfig(attention_dropout="family"), lora=LoraSettings(r=2, dropout=0.5)
-        )
-        model = built_model(base, config, make_plan(), world)
-        found["passed"] = startup_checks(model, random_store(rows=3, seq_len=11), base, world)
-        found["gradients"] = [
-            p.grad for p in trainable_parameters(model.training).values() if p.grad is not None
-        ]
-        cases: dict[str, Callable[[], object]] = {
-            "empty row": lambda: startup_checks(
-                model, empty_row(random_store(rows=3, seq_len=11)), base, world
-            ),
-            "drawn anew": lambda: check_recomputation(
-                drawing_anew(model), random_store(rows=3, seq_len=11), world
-            ),
-            "other head": lambda: check_family(
-                other_head(model), random_store(rows=3, seq_len=11), world
-            ),
-        }
-        for name, call in cases.items():
-            try:
-                call()
-            except UserError as error:
-                found[name] = str(error)
+    found = {}
+    config = RunConfig(
+        model=ModelConfig(attention_dropout="family"), lora=LoraSettings(r=2, dropout=0.5)
+    )
+    model = built_model(base, config, make_plan(), world)
+    found["passed"] = startup_checks(model, random_store(rows=3, seq_len=11), base, world)
+    found["gradients"] = [
+        p.grad for p in trainable_parameters(model.training).values() if p.grad is not None
+    ]
+    cases = {
+        "empty row": lambda: startup_checks(
+            model, empty_row(random_store(rows=3, seq_len=11)), base, world
+        ),
+        "drawn anew": lambda: check_recomputation(
+            drawing_anew(model), random_store(rows=3, seq_len=11), world
+        ),
+        "other head": lambda: check_family(
+            other_head(model), random_store(rows=3, seq_len=11), world
+        ),
+    }
+    for name, call in cases.items():
+        try:
+            call()
+        except UserError as error:
+            found[name] = str(error)
     return found
 
 
 def drawing_anew(model):
     """Have layers forget the random numbers of their forward."""
-    peft: Any = model.training.peft_model
-    layers: list[Any] = decoder_layers(peft.get_base_model())
+    peft = model.training.peft_model
+    layers = decoder_layers(peft.get_base_model())
     for layer in layers:
         layer._gradient_checkpointing_func = partial(
             checkpoint, use_reentrant=False, preserve_rng_state=False
@@ -86,7 +79,7 @@ def other_head(model):
 
 @pytest.fixture(scope="module", params=[1, 2], ids=lambda n: f"{n} processes")
 def found(request, base):
-    return run_distributed(checks, base, world_size=request.param)
+    return run_in_group(checks, base, world_size=request.param)
 
 
 def test_sound_model_passes_every_check_and_says_what_was_compared(found):
@@ -140,20 +133,15 @@ def test_parameters_are_counted_once_though_tied(tmp_path):
 
 
 def test_adapter_targets_that_do_not_exist_are_refused_before_weights_are_read(base):
-    (message,) = run_distributed(wrong_target, base, world_size=1)
+    (message,) = run_in_group(wrong_target, base, world_size=1)
     assert message.startswith(
         "lora.target_modules = 'w1': no linear layer of the model has this name"
     )
 
 
-def wrong_target(base):
+def wrong_target(world, base):
     config = RunConfig(lora=LoraSettings(target_modules=("w1",)))
-    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        try:
-            built_model(base, config, make_plan(), world)
-        except UserError as error:
-            return str(error)
-    return "no error"
+    return refusal(built_model, base, config, make_plan(), world)
 
 
 def test_cap_that_small_logits_do_not_reach_is_found(base):
@@ -161,6 +149,6 @@ def test_cap_that_small_logits_do_not_reach_is_found(base):
     training = adapted(base, r=2).eval()
     head = training.head_loss.head
     training.head_loss.head = OutputHead(head.module, 1.0, 200.0)
-    world: Any = SimpleNamespace(device=torch.device("cpu"))
+    world = SimpleNamespace(device=torch.device("cpu"))
     with pytest.raises(UserError, match="its logits differ by"):
         check_family(training, random_store(rows=3, seq_len=11), world)

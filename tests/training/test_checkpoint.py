@@ -4,17 +4,16 @@ never read."""
 import json
 import math
 import pickle
+from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.support.checkpointing import IDENTITY, SAVED, Run
-from tests.support.distributed import TIMEOUT_S, run_distributed
+from tests.support.distributed import run_in_group
 from tests.support.models import adapted, write_shards
 from workflow.lib.distributed.sharded_files import INDEX, read_index, read_whole
-from workflow.lib.distributed.world import process_group
 from workflow.lib.export.adapter_files import read_sharded_adapter
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
@@ -33,40 +32,39 @@ def adapter_of(checkpoints):
     return checkpoints.with_name(f"{checkpoints.name}-adapter")
 
 
-def save_and_resume(base, folder, shard_size):
+def save_and_resume(world, base, folder):
     """Train without interruption, saving in the midst, and the adapter at the end; then again from
     the checkpoint, with a new model."""
-    with process_group("cpu", timeout_s=TIMEOUT_S, shard_size=shard_size) as world:
-        run = Run(base, world)
-        writer = CheckpointWriter(folder, keep=2, identity=IDENTITY, world=world)
-        losses = run.train(first=0, last=SAVED)
-        writer.save(run.training, run.optimizer, step=SAVED)
-        saved = run.state()
-        losses += run.train(first=SAVED)  # while the checkpoint is being written
-        writer.wait()
-        if world.is_main:
-            adapter_of(folder).mkdir()
-        torch.distributed.barrier()
-        save_adapter(run.training, adapter_of(folder), world=world)
-        again = Run(base, world)
-        step = again.resume(folder).step
-        resumed = again.state()
-        return {
-            "uninterrupted": run.state(),
-            "losses": losses,
-            "step": step,
-            "saved": saved,
-            "resumed": resumed,
-            "late_losses": again.train(first=step),
-            "final": again.state(),
-        }
+    run = Run(base, world)
+    writer = CheckpointWriter(folder, keep=2, identity=IDENTITY, world=world)
+    steps = run.losses(first=0)
+    losses = list(islice(steps, SAVED))
+    writer.save(run.training, run.optimizer, step=SAVED)
+    saved = run.state()
+    losses += steps  # while the checkpoint is being written
+    writer.wait()
+    if world.is_main:
+        adapter_of(folder).mkdir()
+    torch.distributed.barrier()
+    save_adapter(run.training, adapter_of(folder), world=world)
+    again = Run(base, world)
+    step = again.resume(folder).step
+    resumed = again.state()
+    return {
+        "uninterrupted": run.state(),
+        "losses": losses,
+        "step": step,
+        "saved": saved,
+        "resumed": resumed,
+        "late_losses": again.train(first=step),
+        "final": again.state(),
+    }
 
 
-def resume_elsewhere(base, folder):
-    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        run = Run(base, world)
-        step = run.resume(folder).step
-        return {"resumed": run.state(), "late_losses": run.train(first=step)}
+def resume_elsewhere(world, base, folder):
+    run = Run(base, world)
+    step = run.resume(folder).step
+    return {"resumed": run.state(), "late_losses": run.train(first=step)}
 
 
 @pytest.fixture(
@@ -75,8 +73,8 @@ def resume_elsewhere(base, folder):
 def run(request, folder):
     processes, shard_size = request.param
     checkpoints = folder / f"of-{processes}"
-    results = run_distributed(
-        save_and_resume, folder / "nf4", checkpoints, shard_size, world_size=processes
+    results = run_in_group(
+        save_and_resume, folder / "nf4", checkpoints, world_size=processes, shard_size=shard_size
     )
     return results[0] | {"processes": processes, "checkpoints": checkpoints}
 
@@ -108,9 +106,7 @@ def test_another_number_of_processes_continues_from_the_same_state(folder, run):
     """What follows differs by the order of sums alone (2e-5 relative is 100 units in the last
     place), as masks do not depend on processes; the state does not differ at all."""
     other = 2 if run["processes"] == 1 else 1
-    results = run_distributed(
-        resume_elsewhere, folder / "nf4", run["checkpoints"], world_size=other
-    )
+    results = run_in_group(resume_elsewhere, folder / "nf4", run["checkpoints"], world_size=other)
     assert_identical(results[0]["resumed"], run["saved"])
     for loss, reference in zip(results[0]["late_losses"], run["losses"][SAVED:], strict=True):
         assert loss == pytest.approx(reference, rel=2e-5)
@@ -148,26 +144,25 @@ ELASTIC = RunConfig(
 )
 
 
-def part_of_elastic_run(base, folder, last, to_the_end):
+def part_of_elastic_run(world, base, folder, last, to_the_end):
     """Continue to step `last` with the processes that there are, save, train on to the last step of
     all if asked, and return the losses."""
-    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        run = Run(base, world, ELASTIC)
-        first = run.resume(folder).step
-        writer = CheckpointWriter(folder, keep=9, identity=IDENTITY, world=world, newest=first)
-        losses = run.train(first=first, last=last)
-        writer.save(run.training, run.optimizer, step=last)
-        writer.wait()
-        return losses + (run.train(first=last, last=ELASTIC_STEPS) if to_the_end else [])
+    run = Run(base, world, ELASTIC)
+    first = run.resume(folder).step
+    writer = CheckpointWriter(folder, keep=9, identity=IDENTITY, world=world, newest=first)
+    losses = run.train(first=first, last=last)
+    writer.save(run.training, run.optimizer, step=last)
+    writer.wait()
+    return losses + (run.train(first=last, last=ELASTIC_STEPS) if to_the_end else [])
 
 
 class Bomb:
     """An object whose pickle leaves a file behind when it is read."""
 
-    def __init__(self, mark: Path) -> None:
+    def __init__(self, mark):
         self._mark = mark
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self):
         return Path.touch, (self._mark,)
 
 
@@ -177,12 +172,12 @@ def elastic(folder):
     that state, pickles beside it."""
     checkpoints, mark = folder / "elastic", folder / "exploded"
     arguments = (part_of_elastic_run, folder / "nf4", checkpoints)
-    undisturbed = run_distributed(*arguments, 1, True, world_size=4)[0]
+    undisturbed = run_in_group(*arguments, 1, True, world_size=4)[0]
     for name in (".metadata", "__0_0.distcp", "optimizer.pt", "state.pkl"):
         (step_dir(checkpoints, 1) / name).write_bytes(pickle.dumps(Bomb(mark)))
     losses = undisturbed[:1]
     for processes, last in ((2, 2), (8, ELASTIC_STEPS)):
-        losses += run_distributed(*arguments, last, False, world_size=processes)[0]
+        losses += run_in_group(*arguments, last, False, world_size=processes)[0]
     return {
         "undisturbed": undisturbed, "losses": losses, "checkpoints": checkpoints, "mark": mark,
     }  # fmt: skip
@@ -209,7 +204,6 @@ def test_run_that_begins_anew_tells_of_its_other_checkpoints(tmp_path):
     other = tmp_path / "demo-ba9876543210-111111111111"
     (other / "step-00000007").mkdir(parents=True)
     said = trained_otherwise(folder)
-    assert said is not None
     assert other.name in said
     assert "train.start_from: demo" in said
     (folder / "step-00000001").mkdir(parents=True)

@@ -3,55 +3,54 @@
 import errno
 import json
 import shutil
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
 from tests.support.checkpointing import IDENTITY, Run
-from tests.support.distributed import TIMEOUT_S, run_distributed
+from tests.support.distributed import run_in_group
+from tests.support.refusals import refusal
 from workflow.lib.distributed import sharded_files
 from workflow.lib.distributed.sharded_files import INDEX, check_files, read_index
-from workflow.lib.distributed.world import largest_of_all, process_group
+from workflow.lib.distributed.world import largest_of_all
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import read_json, write_checked_json
 from workflow.lib.training.checkpoint import CheckpointWriter, saved_steps, step_dir
 
 
-def writer_life(base, folder):
+def writer_life(world, base, folder):
     """Save six checkpoints in a row, asking about a stop after each as training does; then damage
     what is there."""
-    found: dict[str, Any] = {}
-    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        run = Run(base, world)
-        run.train(first=0, last=1)
-        writer = CheckpointWriter(folder, keep=2, identity=IDENTITY, world=world)
-        for step in range(1, 7):
-            if step == 5 and world.is_main:
-                leave_partial(folder)
-            writer.save(run.training, run.optimizer, step=step)
-            for _ in range(20):
-                assert largest_of_all([0], world=world) == [0]
-        writer.save(run.training, run.optimizer, step=6)  # being written: no second one
-        writer.wait()
-        found["kept"] = saved_steps(folder)
-        found["files"] = sorted(p.name for p in folder.iterdir())
-        found["other run"] = refusal(folder, run)
-        for damage in DAMAGES:
-            copy = folder.with_name(damage.__name__)
-            if world.is_main:
-                shutil.copytree(folder, copy)
-                damage(step_dir(copy, 6))
-            torch.distributed.barrier()
-            found[damage.__name__] = run.resume(copy)
+    found = {}
+    run = Run(base, world)
+    run.train(first=0, last=1)
+    writer = CheckpointWriter(folder, keep=2, identity=IDENTITY, world=world)
+    for step in range(1, 7):
+        if step == 5 and world.is_main:
+            leave_partial(folder)
+        writer.save(run.training, run.optimizer, step=step)
+        for _ in range(20):
+            assert largest_of_all([0], world=world) == [0]
+    writer.save(run.training, run.optimizer, step=6)  # being written: no second one
+    writer.wait()
+    found["kept"] = saved_steps(folder)
+    found["files"] = sorted(p.name for p in folder.iterdir())
+    found["other run"] = refusal(run.resume, folder, identity="another")
+    for damage in DAMAGES:
+        copy = folder.with_name(damage.__name__)
         if world.is_main:
-            for step in (5, 6):
-                truncate(step_dir(folder, step))
+            shutil.copytree(folder, copy)
+            damage(step_dir(copy, 6))
         torch.distributed.barrier()
-        found["all damaged"] = run.resume(folder)
-        found["nothing there"] = run.resume(folder / "none")
-        found["unwritable"] = unwritable(folder / "full", run)
+        found[damage.__name__] = run.resume(copy)
+    if world.is_main:
+        for step in (5, 6):
+            truncate(step_dir(folder, step))
+    torch.distributed.barrier()
+    found["all damaged"] = run.resume(folder)
+    found["nothing there"] = run.resume(folder / "none")
+    found["unwritable"] = unwritable(folder / "full", run)
     return found
 
 
@@ -119,14 +118,6 @@ DAMAGES = {
 }
 
 
-def refusal(folder, run):
-    try:
-        run.resume(folder, identity="another")
-    except UserError as error:
-        return str(error)
-    return "no error"
-
-
 def unwritable(folder, run):
     """A file stands where the checkpoint's folder should."""
     if run.world.is_main:
@@ -147,7 +138,7 @@ def unwritable(folder, run):
 
 @pytest.fixture(scope="module")
 def lives(folder):
-    return run_distributed(writer_life, folder / "nf4", folder / "life", world_size=2)
+    return run_in_group(writer_life, folder / "nf4", folder / "life", world_size=2)
 
 
 @pytest.mark.parametrize("number", [errno.ENOMEM, errno.ESTALE], ids=errno.errorcode.get)

@@ -5,37 +5,34 @@ import logging
 import shutil
 import threading
 import time
-from typing import Any
 from unittest import mock
 
 import pytest
 
 from tests.support.checkpointing import IDENTITY, Run
-from tests.support.distributed import TIMEOUT_S, run_distributed
-from workflow.lib.distributed.world import process_group
+from tests.support.distributed import run_in_group
 from workflow.lib.training.checkpoint import Cadence, CheckpointWriter, saved_steps, step_dir
 
 
-def save_when_no_thread_can_be_started(base, folder):
-    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        run = Run(base, world)
-        run.train(first=0, last=1)
-        writer = CheckpointWriter(folder, keep=2, identity=IDENTITY, world=world)
-        lack = RuntimeError("can't start new thread")
-        with mock.patch.object(threading.Thread, "start", side_effect=lack):
-            for step in (1, 2):
-                writer.save(run.training, run.optimizer, step=step)
-                writer.wait()
-        return saved_steps(folder)
+def save_when_no_thread_can_be_started(world, base, folder):
+    run = Run(base, world)
+    run.train(first=0, last=1)
+    writer = CheckpointWriter(folder, keep=2, identity=IDENTITY, world=world)
+    lack = RuntimeError("can't start new thread")
+    with mock.patch.object(threading.Thread, "start", side_effect=lack):
+        for step in (1, 2):
+            writer.save(run.training, run.optimizer, step=step)
+            writer.wait()
+    return saved_steps(folder)
 
 
 def test_saving_needs_no_new_thread(folder):
     """Short of memory, Python may start one that never says that it runs, and wait for ever."""
     arguments = (folder / "nf4", folder / "no-thread")
-    assert run_distributed(save_when_no_thread_can_be_started, *arguments, world_size=1) == [[1, 2]]
+    assert run_in_group(save_when_no_thread_can_be_started, *arguments, world_size=1) == [[1, 2]]
 
 
-def save_when_the_one_before_stays(base, folder):
+def save_when_the_one_before_stays(world, base, folder):
     """Save three times where files of the first checkpoint cannot be removed at first."""
     mended = threading.Event()
     rmtree, messages = shutil.rmtree, CapturedMessages()
@@ -48,43 +45,42 @@ def save_when_the_one_before_stays(base, folder):
         else:
             rmtree(path, **options)
 
-    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        run = Run(base, world)
-        writer = CheckpointWriter(folder, keep=1, identity=IDENTITY, world=world)
-        found: dict[str, Any] = {"saved": []}
-        with mock.patch.object(shutil, "rmtree", busy), messages:
-            for step in (1, 2, 3):
-                if step == 3:
-                    mended.set()
-                writer.save(run.training, run.optimizer, step=step)
-                writer.wait()
-                found["saved"].append(saved_steps(folder))
-        resumed = Run(base, world).resume(folder)
-        return found | {"step": resumed.step, "skipped": resumed.skipped, "told": messages.texts}
+    run = Run(base, world)
+    writer = CheckpointWriter(folder, keep=1, identity=IDENTITY, world=world)
+    found = {"saved": []}
+    with mock.patch.object(shutil, "rmtree", busy), messages:
+        for step in (1, 2, 3):
+            if step == 3:
+                mended.set()
+            writer.save(run.training, run.optimizer, step=step)
+            writer.wait()
+            found["saved"].append(saved_steps(folder))
+    resumed = Run(base, world).resume(folder)
+    return found | {"step": resumed.step, "skipped": resumed.skipped, "told": messages.texts}
 
 
 class CapturedMessages(logging.Handler):
     """Context manager that collects the workflow's warnings."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(logging.WARNING)
-        self.texts: list[str] = []
+        self.texts = []
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def emit(self, record):
         self.texts.append(record.getMessage())
 
-    def __enter__(self) -> "CapturedMessages":
+    def __enter__(self):
         logging.getLogger("workflow").addHandler(self)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         logging.getLogger("workflow").removeHandler(self)
 
 
 def test_checkpoint_whose_predecessor_cannot_be_removed_is_saved(folder, tmp_path):
     """As on NFS, while a process has a file of it open. What is left is no checkpoint."""
     arguments = (folder / "nf4", tmp_path)
-    main, other = run_distributed(save_when_the_one_before_stays, *arguments, world_size=2)
+    main, other = run_in_group(save_when_the_one_before_stays, *arguments, world_size=2)
     for result in (main, other):
         assert result["saved"] == [[1], [2], [3]]
         assert (result["step"], result["skipped"]) == (3, [])
@@ -94,19 +90,18 @@ def test_checkpoint_whose_predecessor_cannot_be_removed_is_saved(folder, tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
 
 
-def save_steps(base, folder, exported):
-    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        run = Run(base, world)
-        writer = CheckpointWriter(folder, keep=1, identity=IDENTITY, world=world, exported=exported)
-        for step in (1, 2, 3, 4, 5):
-            writer.save(run.training, run.optimizer, step=step)
-            writer.wait()
-        return saved_steps(folder)
+def save_steps(world, base, folder, exported):
+    run = Run(base, world)
+    writer = CheckpointWriter(folder, keep=1, identity=IDENTITY, world=world, exported=exported)
+    for step in (1, 2, 3, 4, 5):
+        writer.save(run.training, run.optimizer, step=step)
+        writer.wait()
+    return saved_steps(folder)
 
 
 def test_checkpoints_whose_adapters_are_exported_stay_beside_the_newest(folder, tmp_path):
     arguments = (folder / "nf4", tmp_path, (2, 4))
-    assert run_distributed(save_steps, *arguments, world_size=1) == [[2, 4, 5]]
+    assert run_in_group(save_steps, *arguments, world_size=1) == [[2, 4, 5]]
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ import pytest
 
 from tests.support.distributed import run_distributed
 from tests.support.finished import STEPS, arguments, finetune, finished
+from tests.support.refusals import refusal
 from tests.system.test_checksums import flip
 from workflow.lib.export.adapter_files import read_sharded_adapter
 from workflow.lib.system.artifact_files import read_lines
-from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import file_sha256, read_checked_json
 from workflow.lib.training.checkpoint import saved_steps
 from workflow.lib.training.chosen_checkpoint import go_back
@@ -90,9 +90,7 @@ def empty(folder):
 def test_refused_return_changes_nothing(ended, step, prepare, said):
     prepare(ended)
     before = contents(ended)
-    with pytest.raises(UserError) as refused:
-        went_back(ended, step)
-    assert str(refused.value).startswith(said.format(ended / "demo-0123456789ab"))
+    assert refusal(went_back, ended, step).startswith(said.format(ended / "demo-0123456789ab"))
     assert contents(ended) == before
     history = read_lines(ended / "demo-0123456789ab" / "history.jsonl")
     assert [row["first_step"] for row in history] == [0]

@@ -5,7 +5,6 @@ import gzip
 import json
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,13 +12,12 @@ import torch
 from tokenizers import Tokenizer
 
 from tests.support.built_models import built_model
-from tests.support.distributed import TIMEOUT_S, run_distributed
+from tests.support.distributed import run_in_group
 from tests.support.mixtures import tiny_mixture
-from tests.support.models import adapted, heldout_from, quantized, random_store, tiny_llama
+from tests.support.models import adapted, base_fixture, heldout_from, quantized, random_store
 from tests.support.plans import make_plan
 from tests.support.token_arrays import token_arrays
 from workflow.lib.data.tokens.token_store import TokenStore
-from workflow.lib.distributed.world import process_group
 from workflow.lib.model.layers.nf4_linear import nf4_linears
 from workflow.lib.model.layers.nf4_stack import NF4Stack
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
@@ -72,30 +70,27 @@ def built(base, config, world, *, dtype):
     return built_model(base, config, make_plan(**KEPT), world, matmul_dtype=dtype)
 
 
-def trained_losses(base):
+def trained_losses(world, base):
     """Train in each way; return the held-out losses in the compute dtype."""
     torch.set_num_threads(1)
     losses, store = {}, documentation()
-    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        for dtype, where in [("compute_dtype", "both"), *BOUNDS]:
-            config = settings(dtype, where)
-            model = built(base, config, world, dtype=dtype)
-            optimizer = make_optimizer(model.training, config.train)
-            trainer = Trainer(model.training, optimizer, store, config.train, 2, world)
-            heldout = HeldOut(
-                store, every=1, num_steps=STEPS, at_most=None, seed=0, micro_batch_size=8
-            )
-            if not losses:
-                losses["before", ""] = heldout.losses(model.training, world=world).whole
-            assert len(list(trainer.steps(first_step=0, num_steps=STEPS))) == STEPS
-            losses[dtype, where] = heldout.losses(model.training, world=world).whole
+    for dtype, where in [("compute_dtype", "both"), *BOUNDS]:
+        config = settings(dtype, where)
+        model = built(base, config, world, dtype=dtype)
+        optimizer = make_optimizer(model.training, config.train)
+        trainer = Trainer(model.training, optimizer, store, config.train, 2, world)
+        heldout = HeldOut(store, every=1, num_steps=STEPS, at_most=None, seed=0, micro_batch_size=8)
+        if not losses:
+            losses["before", ""] = heldout.losses(model.training, world=world).whole
+        assert len(list(trainer.steps(first_step=0, num_steps=STEPS))) == STEPS
+        losses[dtype, where] = heldout.losses(model.training, world=world).whole
     return losses
 
 
 @pytest.fixture(scope="module")
 def losses(tmp_path_factory):
     base = quantized(RESOURCES / "base", tmp_path_factory.mktemp("trained") / "nf4")
-    (found,) = run_distributed(trained_losses, base, world_size=1)
+    (found,) = run_in_group(trained_losses, base, world_size=1)
     print(found)
     return found
 
@@ -108,39 +103,34 @@ def test_training_in_8_bits_costs_little_held_out_loss(losses, dtype, where):
     assert losses[dtype, where] - plain <= BOUNDS[dtype, where]
 
 
-@pytest.fixture(scope="module")
-def random_base(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("random")
-    sizes = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4}
-    return quantized(tiny_llama(folder / "original", **sizes), folder / "nf4")
+random_base = base_fixture(hidden_size=64, intermediate_size=192, num_attention_heads=4)
 
 
-def gate(base):
+def gate(world, base):
     """What the check says of some runs: its report, its error, and whether 8 bits stay on."""
-    found: dict[str, Any] = {}
+    found = {}
     # Rows on which float8 costs a little; long ones, as the check reads as many tokens of any.
     store = random_store(rows=11, seq_len=821)
-    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        for name, config in {
-            "allowed": settings("float8"),
-            "backward": settings("float8", "backward"),
-            "none": settings("compute_dtype"),
-            "auto": settings("auto", max_matmul_loss_rise=0.0),
-            "refused": settings("float8", max_matmul_loss_rise=0.0),
-        }.items():
-            dtype = "float8" if config.train.matmul_dtype == "auto" else config.train.matmul_dtype
-            training = built(base, config, world, dtype=dtype).training
-            try:
-                found[name] = check_precision(training, store, config.train, world)
-            except UserError as error:
-                found[name] = str(error)
-            found[name, "on"] = training.matmul_precision.asked != (False, False)
+    for name, config in {
+        "allowed": settings("float8"),
+        "backward": settings("float8", "backward"),
+        "none": settings("compute_dtype"),
+        "auto": settings("auto", max_matmul_loss_rise=0.0),
+        "refused": settings("float8", max_matmul_loss_rise=0.0),
+    }.items():
+        dtype = "float8" if config.train.matmul_dtype == "auto" else config.train.matmul_dtype
+        training = built(base, config, world, dtype=dtype).training
+        try:
+            found[name] = check_precision(training, store, config.train, world)
+        except UserError as error:
+            found[name] = str(error)
+        found[name, "on"] = training.matmul_precision.asked != (False, False)
     return found
 
 
 @pytest.fixture(scope="module")
 def gates(random_base):
-    return run_distributed(gate, random_base, world_size=2)
+    return run_in_group(gate, random_base, world_size=2)
 
 
 def test_check_has_both_losses_and_is_the_same_on_all_processes(gates):

@@ -5,12 +5,11 @@ import re
 from copy import deepcopy
 from functools import cache, partial
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from tests.support.distributed import run_distributed
+from tests.support.distributed import run_in_group
 from tests.support.families import FAMILIES, RECURRENT, RECURRENT_EXPERTS, by_kind
 from tests.support.family_runs import (
     LENGTHS,
@@ -61,8 +60,8 @@ def found(folder, families):
     """Losses and gradients by number of processes and family."""
     alone = partial(run_families, break_checks=True)
     return {
-        1: run_distributed(alone, folder, None, families, world_size=1)[0],
-        2: run_distributed(run_families, folder, "of-2", families, world_size=2)[0],
+        1: run_in_group(alone, folder, None, families, world_size=1)[0],
+        2: run_in_group(run_families, folder, "of-2", families, world_size=2)[0],
     }
 
 
@@ -118,7 +117,7 @@ def test_losses_and_gradients_are_those_of_the_stock_model(folder, found, family
 def test_shared_experts_train_the_same(folder, found, processes, fused):
     of_family(found, "glm4_moe", 2)
     run = partial(run_families, fused=fused)
-    results = run_distributed(run, folder, None, ("glm4_moe",), world_size=processes)
+    results = run_in_group(run, folder, None, ("glm4_moe",), world_size=processes)
     ours = results[0]["glm4_moe"]
     assert not isinstance(ours, str), ours
     assert all(ours["checks"])
@@ -156,7 +155,7 @@ def test_start_up_check_finds_attention_to_the_document_before(found, family):
 def test_start_up_check_names_flex_where_masks_leave_out_documents(tmp_path):
     base = make_bases(tmp_path, ["afmoe"]) / "afmoe" / "nf4"
     training = adapted(base, attention="sdpa", r=2).eval()
-    world: Any = SimpleNamespace(device=CPU)
+    world = SimpleNamespace(device=CPU)
     with pytest.raises(UserError, match=r"Set model\.attention to flex, or data\.packing to false"):
         check_attention(training, family_store("packed"), world)
 
@@ -172,7 +171,7 @@ def test_start_up_check_finds_a_state_that_adds_up_over_layers(tmp_path, monkeyp
     """In bf16, whose bound for one layer is wider than what a state of Falcon H1 adds there."""
     base = make_bases(tmp_path, ["falcon_h1"]) / "falcon_h1" / "nf4"
     training = adapted(base, attention=attention_of(base), dtype=torch.bfloat16, r=2).eval()
-    world: Any = SimpleNamespace(device=CPU)
+    world = SimpleNamespace(device=CPU)
     assert check_attention(training, family_store("packed"), world).passed
     monkeypatch.setattr(prepared_decoder, "documents_in", rows_as_documents)
     with pytest.raises(UserError, match=REFUSED):

@@ -17,6 +17,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from tests.support.preloaded_python import SETTLED, preloaded_python
+from tests.support.refusals import refusal
 from workflow.lib.distributed.stop_signals import SIGNALS
 from workflow.lib.distributed.world import die_with_parent
 from workflow.lib.system.environment import LAUNCHER_VARIABLE
@@ -116,9 +117,7 @@ def test_worker_that_fails_where_its_own_exit_would_wait_is_named(tmp_path):
 
 def failure(behaviour, folder):
     """Return what the user sees, at once: the other process would sleep for an hour."""
-    with pytest.raises(UserError) as caught:
-        launch_workers(Workers(WORKER, [behaviour, str(folder)], processes=2))
-    return str(caught.value)
+    return refusal(launch_workers, Workers(WORKER, [behaviour, str(folder)], processes=2))
 
 
 def assert_names_process_1(message, cause):

@@ -14,6 +14,7 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event
 
 from tests.support.finished import finished
+from tests.support.forked_stage import command_line
 from workflow.lib.settings.tracking import TrackingConfig
 from workflow.lib.system.artifact_files import read_lines
 from workflow.lib.system.errors import UserError
@@ -108,20 +109,9 @@ def test_project_without_a_key_is_refused_before_anything_is_sent():
 def test_missing_package_is_told_before_any_process_is_started(monkeypatch, tmp_path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(finetune, "launch_workers", lambda *_, **__: pytest.fail("it was started"))
-    folders = [
-        "--base",
-        ".",
-        "--tokens",
-        ".",
-        "--preflight",
-        ".",
-        "--checkpoints",
-        ".",
-        "--output",
-        str(tmp_path),
-    ]
-    tracking = json.dumps({"tracking": {"tensorboard": True}})
-    line = ["--config", "{}", "--run", "demo", *folders, "--tracking", tracking]
+    places = dict.fromkeys(("base", "tokens", "preflight", "checkpoints", "output"), tmp_path)
+    tracking = {"tracking": {"tensorboard": True}}
+    line = command_line({"config": {}, "run": "demo", "tracking": tracking} | places)
     args = finetune.command_line(None).parse_args(line)
     with pytest.raises(
         UserError, match=r"tracking.tensorboard = True: the package tensorboardX is not"

@@ -2,18 +2,15 @@
 clipping, resuming."""
 
 import itertools
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from tests.support.built_models import built_model
-from tests.support.distributed import TIMEOUT_S, run_distributed
+from tests.support.distributed import run_in_group
 from tests.support.gathering import all_full
-from tests.support.models import VOCAB, adapted, random_store
+from tests.support.models import adapted, random_store
 from tests.support.plans import PLANNED, make_plan
-from tests.support.token_arrays import token_arrays
 from tests.support.training_loops import (
     BATCH,
     CLIP,
@@ -21,18 +18,14 @@ from tests.support.training_loops import (
     ROWS,
     SEQ_LEN,
     STEPS,
-    loop,
     restart_,
     settings,
     trainer,
     values_of,
 )
-from workflow.lib.artifacts.training_record import Step
-from workflow.lib.data.tokens.token_store import TokenStore
-from workflow.lib.distributed.world import process_group
 from workflow.lib.model.lora import trainable_parameters
-from workflow.lib.model.training_module import CausalLMForTraining
-from workflow.lib.training.batches import make_batch
+from workflow.lib.settings.schedule import step_rows
+from workflow.lib.training.batches import stored_batch
 from workflow.lib.training.optimizers import learning_rate
 
 MICRO_BATCH = 3  # rows of one process
@@ -41,7 +34,7 @@ LOOP_ALONE = ("micro_batch_size", "max_grad_norm")  # what changes the loop and 
 STASHED = {"offload_activations": True, "offload_window_bytes": 4096}
 # Name of a variant -> what is changed in plan, adapter and training settings.
 # fmt: off
-SINGLE: dict[str, dict[str, Any]] = {
+SINGLE = {
     "6 rows at once": {"micro_batch_size": 6},
     "3 rows at a time": {},
     "2 rows at a time": {"micro_batch_size": 2},
@@ -79,7 +72,7 @@ SINGLE: dict[str, dict[str, Any]] = {
     },
 }
 # fmt: on
-SHARDED: dict[str, dict[str, Any]] = {
+SHARDED = {
     "1 row at a time": {"micro_batch_size": 1},
     "2 rows at a time": {},
     "weights kept after forward": {"micro_batch_size": 1, "reshard_after_forward": False},
@@ -100,30 +93,29 @@ LOSS_TOLERANCE = {"rtol": 1e-5, "atol": 0.0}
 WEIGHT_TOLERANCE = {"rtol": 0.0, "atol": LEARNING_RATE * 2e-2}
 
 
-def train_variants(base, variants, micro_batch):
+def train_variants(world, base, variants, micro_batch):
     """Train every variant in this group; return losses, norms, the first step's gradients as
     applied, final weights. Variants whose models are the same share one."""
-    models: dict[str, tuple[CausalLMForTraining, dict[str, torch.Tensor]]] = {}
-    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        found = {}
-        for name, changes in variants.items():
-            planned = {k: v for k, v in changes.items() if k in PLANNED}
-            plan = make_plan(**({"micro_batch_size": micro_batch} | planned))
-            config = settings(**{k: v for k, v in changes.items() if k not in PLANNED})
-            of_model = str(sorted((k, v) for k, v in changes.items() if k not in LOOP_ALONE))
-            if of_model not in models:
-                built = built_model(base, config, plan, world).training
-                models[of_model] = (built, values_of(built))
-            training, initial = models[of_model]
-            restart_(training, initial)
-            found[name] = train_one(training, config, plan, world)
+    models = {}
+    found = {}
+    for name, changes in variants.items():
+        planned = {k: v for k, v in changes.items() if k in PLANNED}
+        plan = make_plan(**({"micro_batch_size": micro_batch} | planned))
+        config = settings(**{k: v for k, v in changes.items() if k not in PLANNED})
+        of_model = str(sorted((k, v) for k, v in changes.items() if k not in LOOP_ALONE))
+        if of_model not in models:
+            built = built_model(base, config, plan, world).training
+            models[of_model] = (built, values_of(built))
+        training, initial = models[of_model]
+        restart_(training, initial)
+        found[name] = train_one(training, config, plan, world)
     return found
 
 
 def train_one(training, config, plan, world):
     made = trainer(training, config, world, micro_batch_size=plan.micro_batch_size)
     params = trainable_parameters(training)
-    gradients: dict[str, torch.Tensor] = {}
+    gradients = {}
 
     def keep_first(*_):
         if not gradients:
@@ -144,13 +136,13 @@ def train_one(training, config, plan, world):
 
 @pytest.fixture(scope="module")
 def single(base):
-    (result,) = run_distributed(train_variants, base, SINGLE, MICRO_BATCH, world_size=1)
+    (result,) = run_in_group(train_variants, base, SINGLE, MICRO_BATCH, world_size=1)
     return result
 
 
 @pytest.fixture(scope="module")
 def sharded(base):
-    return run_distributed(train_variants, base, SHARDED, SHARDED_MICRO_BATCH, world_size=3)
+    return run_in_group(train_variants, base, SHARDED, SHARDED_MICRO_BATCH, world_size=3)
 
 
 def assert_same_run(one, other):
@@ -270,7 +262,7 @@ def test_clipping_is_torchs_over_the_gathered_gradients(single, sharded, process
 
 
 def test_metrics_count_steps_tokens_and_time(single):
-    metrics: list[Step] = single["6 rows at once"]["metrics"]
+    metrics = single["6 rows at once"]["metrics"]
     train = settings().train
     assert [m.step for m in metrics] == [1, 2, 3]
     assert [m.learning_rate for m in metrics] == [
@@ -301,74 +293,11 @@ def test_metrics_count_steps_tokens_and_time(single):
 
 def test_first_loss_is_the_mean_over_trained_tokens_of_all_rows(base, single):
     """Not the mean of the rows' means: they have different numbers of trained tokens."""
-    from workflow.lib.settings.schedule import step_rows
-
     store = random_store(rows=ROWS, seq_len=SEQ_LEN)
     rows = step_rows(num_rows=ROWS, global_batch_size=BATCH, seed=0, step=0)
     assert len(set(store.trained_tokens_per_row[rows].tolist())) > 1
     training = adapted(base, r=4, alpha=8)
-    total = sum(row_loss(training, store, [row]) for row in rows)
-    mean = float(total) / int(store.loss_mask[rows].sum())
+    with torch.no_grad():
+        total = sum(float(training(stored_batch(store, [row]))) for row in rows)
+    mean = total / int(store.loss_mask[rows].sum())
     assert single["6 rows at once"]["losses"][0] == pytest.approx(mean, rel=1e-5)
-
-
-@torch.no_grad()
-def row_loss(training, store, rows):
-    batch = make_batch(
-        store.input_ids[rows].astype("int64"),
-        store.position_ids[rows].astype("int64"),
-        store.loss_mask[rows],
-        device=torch.device("cpu"),
-    )
-    loss: torch.Tensor = training(batch)
-    return loss
-
-
-def unpacked(store, row):
-    """Return a store with one row per document of a packed row, padded at the end as
-    `token_writer.write_train` does."""
-    seq_len = store.seq_len
-    starts = [*np.flatnonzero(store.position_ids[row] == 0), seq_len]
-    ids, mask, positions = (
-        np.zeros((len(starts) - 1, seq_len), dtype=array.dtype)
-        for array in (store.input_ids, store.loss_mask, store.position_ids)
-    )
-    for number, (start, stop) in enumerate(itertools.pairwise(starts)):
-        length = stop - start
-        ids[number, :length] = store.input_ids[row, start:stop]
-        mask[number, :length] = store.loss_mask[row, start:stop]
-        positions[number] = [*range(length), *range(seq_len - length)]
-    heldout = (np.zeros(1), np.zeros(1), np.array([0, 1]))
-    arrays = token_arrays(ids, mask, positions, heldout=heldout)
-    return TokenStore(manifest={"seq_len": seq_len, "vocab_size": VOCAB}, arrays=arrays)
-
-
-def test_packed_row_has_the_summed_loss_of_its_documents_one_per_row(base):
-    training = adapted(base, r=4)
-    for param in trainable_parameters(training).values():
-        torch.nn.init.normal_(param, std=0.1, generator=torch.Generator().manual_seed(0))
-    store = random_store(rows=5, seq_len=SEQ_LEN)
-    packed = [row for row in range(5) if (store.position_ids[row] == 0).sum() > 2]
-    assert packed, "rows with three documents or more"
-    for row in packed:
-        apart = unpacked(store, row)
-        together = row_loss(training, store, [row])
-        alone = row_loss(training, apart, list(range(apart.num_rows)))
-        torch.testing.assert_close(together, alone, rtol=1e-5, atol=0)
-
-
-def test_resumed_loop_sees_the_rows_and_rates_of_the_uninterrupted_one(base):
-    (late,) = run_distributed(last_two_steps, base, world_size=1)
-    store, train = random_store(rows=ROWS, seq_len=SEQ_LEN), settings().train
-    assert [m.step for m in late] == [2, 3]
-    for metrics in late:
-        from workflow.lib.settings.schedule import step_rows
-
-        rows = step_rows(num_rows=ROWS, global_batch_size=BATCH, seed=0, step=metrics.step - 1)
-        assert metrics.trained_tokens == store.loss_mask[rows].sum()
-        assert metrics.learning_rate == learning_rate(train, step=metrics.step - 1, num_steps=STEPS)
-
-
-def last_two_steps(base):
-    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        return list(loop(base, world, first_step=1))

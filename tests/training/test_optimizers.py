@@ -1,7 +1,5 @@
 """Optimizers over shards: equal to the stock ones, also when a run continues from a checkpoint."""
 
-from typing import Any
-
 import bitsandbytes as bnb
 import pytest
 import torch
@@ -10,17 +8,16 @@ from peft.optimizers import create_loraplus_optimizer
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.support.checkpointing import IDENTITY, Run
-from tests.support.distributed import TIMEOUT_S, run_distributed
+from tests.support.distributed import run_in_group
 from tests.support.gathering import full
 from tests.support.models import quantized, random_llama, tiny_llama
-from workflow.lib.distributed.world import process_group
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
 from workflow.lib.settings.optimizers import OPTIMIZERS
 from workflow.lib.training.checkpoint import CheckpointWriter
 from workflow.lib.training.optimizers import KINDS, ShardwiseOptimizer
 
-SETTINGS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
 SHAPES = {"x.lora_A.weight": (7, 80), "x.lora_B.weight": (176, 3), "y": (131,), "z": (5, 9)}
 STEPS, SAVED = 5, 3
 
@@ -91,10 +88,7 @@ def test_lora_plus_updates_as_that_of_peft(kind):
     model, stock_model = (in_peft() for _ in range(2))
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     eight_bits = {"optim_bits": 8, "min_8bit_size": 1}
-    of_library: dict[str, Any] = {
-        "adamw": (torch.optim.AdamW, {}),
-        "adamw_8bit": (bnb.optim.AdamW, eight_bits),
-    }
+    of_library = {"adamw": (torch.optim.AdamW, {}), "adamw_8bit": (bnb.optim.AdamW, eight_bits)}
     kind_of, arguments = of_library[kind]
     ours = ShardwiseOptimizer(trained, train)
     theirs = create_loraplus_optimizer(
@@ -152,19 +146,17 @@ def one_run(base, folder, world):
     return {"losses": losses, "late losses": late, "same weights": same}
 
 
-def survey(base, folder, device="cpu"):
-    with process_group(device, timeout_s=TIMEOUT_S) as world:
-        return {
-            "updates": {kind: updated(train_settings(kind), world) for kind in OPTIMIZERS},
-            "run": one_run(base, folder, world),
-        }
+def survey(world, base, folder):
+    return {
+        "updates": {kind: updated(train_settings(kind), world) for kind in OPTIMIZERS},
+        "run": one_run(base, folder, world),
+    }
 
 
-def elsewhere(base, folder):
+def elsewhere(world, base, folder):
     """Continue a run of three processes alone."""
-    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        run = made(base, world)
-        return run.train(first=run.resume(folder / "of-3").step, last=STEPS)
+    run = made(base, world)
+    return run.train(first=run.resume(folder / "of-3").step, last=STEPS)
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +168,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(folder):
-    return {n: run_distributed(survey, folder / "nf4", folder, world_size=n)[0] for n in (1, 3)}
+    return {n: run_in_group(survey, folder / "nf4", folder, world_size=n)[0] for n in (1, 3)}
 
 
 def test_every_kind_is_built():
@@ -200,5 +192,5 @@ def test_resumed_run_is_the_uninterrupted_one(found, processes):
 
 def test_run_goes_on_with_another_number_of_processes(found, folder):
     """Moments of 8 bits are quantized anew, at most half a step of their code away."""
-    (late,) = run_distributed(elsewhere, folder / "nf4", folder, world_size=1)
+    (late,) = run_in_group(elsewhere, folder / "nf4", folder, world_size=1)
     torch.testing.assert_close(late, found[3]["run"]["losses"][SAVED:], rtol=2e-3, atol=0.0)

@@ -10,17 +10,14 @@ import importlib
 import inspect
 import re
 import traceback
-from collections.abc import Iterable
 from copy import deepcopy
-from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from tests.support.built_models import built_model
-from tests.support.distributed import TIMEOUT_S, run_distributed
-from tests.support.families import FAMILIES, SIZES, WINDOW, tiny_model
+from tests.support.distributed import run_in_group
+from tests.support.families import FAMILIES, LOCAL_EXPERTS, LONG_ROPE, SIZES, WINDOW, tiny_model
 from tests.support.family_runs import (
     attention_of,
     difference_from_stock,
@@ -30,7 +27,6 @@ from tests.support.family_runs import (
 )
 from tests.support.models import quantized
 from tests.support.plans import make_plan
-from workflow.lib.distributed.world import World, process_group
 from workflow.lib.settings.config import LoraSettings, ModelConfig, RunConfig, TrainConfig
 from workflow.lib.system.errors import UserError
 from workflow.lib.training.startup_checks import startup_checks
@@ -40,7 +36,7 @@ LIMIT = re.compile(r"limit|clip|clamp|softcap")
 SCALE = re.compile(r"multiplier|scal")
 DRAWN = re.compile(r"drop|jitter|noise")
 # Values that nothing derives; None: no branch of a causal language model that is trained.
-BY_NAME: dict[str, Any] = {
+BY_NAME = {
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), 3.0),
     "router_jitter_noise": 0.1,
     "input_jitter_noise": 0.1,
@@ -52,37 +48,28 @@ BY_NAME: dict[str, Any] = {
         )
     ),
 }  # fmt: skip
-LONG_ROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 1e4,
-    "short_factor": [1.0] * 8,
-    "long_factor": [1.0 + n / 2 for n in range(8)],
-    "original_max_position_embeddings": 8,
-    "factor": 4.0,
-    "partial_rotary_factor": 1.0,
-}
-"""Its limit is shorter than documents."""
-MORE: dict[str, dict[str, Any]] = {
-    "phi3": {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 8}
+MORE = {
+    "phi3": {
+        "rope_parameters": LONG_ROPE | {"factor": 4.0, "partial_rotary_factor": 1.0},
+        "original_max_position_embeddings": 8,  # shorter than documents
+    }
 }
 """Branches that are no field of their own."""
 
 OTHERS = {
     "olmo": AutoConfig.for_model("olmo", **SIZES),
     "phimoe": AutoConfig.for_model("phimoe", **SIZES, sliding_window=WINDOW, num_local_experts=6),
-    "minimax_m2": AutoConfig.for_model(
-        "minimax_m2", **SIZES, num_local_experts=5, num_experts_per_tok=2
-    ),
+    "minimax_m2": AutoConfig.for_model("minimax_m2", **SIZES, **LOCAL_EXPERTS),
 }
 if "hyperclovax" in CONFIG_MAPPING:  # Transformers 5.17 has it not
     OTHERS["hyperclovax"] = AutoConfig.for_model("hyperclovax", **SIZES)
 
 
-def tiny(family: str) -> Any:
+def tiny(family):
     return FAMILIES[family].config(family) if family in FAMILIES else deepcopy(OTHERS[family])
 
 
-def branches(family: str) -> dict[str, Any]:
+def branches(family):
     text = tiny(family).get_text_config()
     file = type(text).__module__.replace(".configuration_", ".modeling_")
     code = inspect.getsource(importlib.import_module(file))
@@ -96,7 +83,7 @@ def branches(family: str) -> dict[str, Any]:
     return {n: x for n, x in found.items() if x is not None} | MORE.get(family, {})
 
 
-def _switched_on(config: Any, name: str, annotation: str) -> Any:
+def _switched_on(config, name, annotation):
     if name not in vars(config):  # a property, or another for each layer
         return None
     value = vars(config)[name]
@@ -110,25 +97,22 @@ def _switched_on(config: Any, name: str, annotation: str) -> Any:
     return FLOAT if limits or (off and "float" in annotation) else None
 
 
-def run_branches(folder: Path, families: Iterable[str], drawn: bool) -> dict[str, str]:
+def run_branches(world, folder, families, drawn):
     """Train tiny models with all branches on, those that draw random numbers or the others; return
     what is wrong with each, nothing of a family that trains as stock."""
-    found: dict[str, str] = {}
-    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        for number, family in enumerate(families):
-            chosen = {n: x for n, x in branches(family).items() if bool(DRAWN.search(n)) is drawn}
-            try:
-                found[family] = _looked_at(folder / family, family, chosen, world, drawn, number)
-            except UserError as error:
-                found[family] = f"refused: {error}"
-            except Exception:
-                found[family] = f"{chosen}\n{traceback.format_exc()}"
+    found = {}
+    for number, family in enumerate(families):
+        chosen = {n: x for n, x in branches(family).items() if bool(DRAWN.search(n)) is drawn}
+        try:
+            found[family] = _looked_at(folder / family, family, chosen, world, drawn, number)
+        except UserError as error:
+            found[family] = f"refused: {error}"
+        except Exception:
+            found[family] = f"{chosen}\n{traceback.format_exc()}"
     return found
 
 
-def _looked_at(
-    place: Path, family: str, chosen: dict[str, Any], world: World, drawn: bool, number: int
-) -> str:
+def _looked_at(place, family, chosen, world, drawn, number):
     config = tiny(family)
     text = config.get_text_config()
     quiet = {n: 0.0 for n, x in vars(text).items() if DRAWN.search(n) and isinstance(x, float)}
@@ -141,7 +125,7 @@ def _looked_at(
     return difference_from_stock(ours, place) if all(ours["checks"]) else str(ours["details"])
 
 
-def _steps(base: Path, world: World) -> str:
+def _steps(base, world):
     """Recomputed layers have the gradients of others: one of the start-up checks."""
     config = RunConfig(
         lora=LoraSettings(r=3),
@@ -172,7 +156,7 @@ def found(tmp_path_factory):
         return tmp_path_factory.mktemp(name)
 
     return {
-        drawn: run_distributed(run_branches, made(str(drawn)), families, drawn, world_size=1)[0]
+        drawn: run_in_group(run_branches, made(str(drawn)), families, drawn, world_size=1)[0]
         for drawn, families in ((False, PLAIN), (True, NOISY))
     }
 

@@ -1,16 +1,13 @@
 """The record of a run: its lines, its history, and a summary that counts all steps, logged or
 not."""
 
-from typing import Any
-
 import pytest
 
 from tests.support.captures import ALONE
-from tests.support.distributed import TIMEOUT_S, run_distributed
+from tests.support.distributed import run_in_group
 from tests.support.finished import BATCH, CONFIG, PREDICTED_BYTES, ROWS, SEQ_LEN, STEPS
 from tests.support.models import random_store
 from workflow.lib.artifacts.training_record import Step
-from workflow.lib.distributed.world import process_group
 from workflow.lib.settings.schedule import step_rows
 from workflow.lib.system.artifact_files import read_lines
 from workflow.lib.system.files import read_checked_json
@@ -33,8 +30,7 @@ METRICS = Step(
 
 @pytest.fixture(scope="module")
 def summary(run):
-    loaded: dict[str, Any] = read_checked_json(run / "finetune" / "summary.json")
-    return loaded
+    return read_checked_json(run / "finetune" / "summary.json")
 
 
 def test_folder_has_what_the_design_promises(run):
@@ -136,33 +132,32 @@ def test_a_line_a_minute_tells_progress_where_no_terminal_has_a_bar(tmp_path, ca
     ]
 
 
-def journals(folder):
+def journals(world, folder):
     """Keep a journal in two processes, be killed after step 5, and resume from step 3 twice."""
-    found: dict[str, Any] = {}
-    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        for number, first in enumerate((0, 3, 3)):
-            skipped = [{"step": 5, "reason": "truncated"}] if number == 2 else []
-            resumed = Resumed(first, skipped, None)
-            journal = Journal(folder, resumed=resumed, log_every=1, num_steps=STEPS, world=world)
-            found[f"start {number}"] = (
-                [r["step"] for r in journal.rows],
-                journal.resumed_from,
-                journal.elapsed_s,
+    found = {}
+    for number, first in enumerate((0, 3, 3)):
+        skipped = [{"step": 5, "reason": "truncated"}] if number == 2 else []
+        resumed = Resumed(first, skipped, None)
+        journal = Journal(folder, resumed=resumed, log_every=1, num_steps=STEPS, world=world)
+        found[f"start {number}"] = (
+            [r["step"] for r in journal.rows],
+            journal.resumed_from,
+            journal.elapsed_s,
+        )
+        found["skipped"] = journal.skipped
+        for step in range(first + 1, 6):
+            journal.add(
+                METRICS.model_copy(update={"step": step, "elapsed_s": step / 2 + 10 * number})
             )
-            found["skipped"] = journal.skipped
-            for step in range(first + 1, 6):
-                journal.add(
-                    METRICS.model_copy(update={"step": step, "elapsed_s": step / 2 + 10 * number})
-                )
-        if world.is_main:
-            journal.copy_to(folder / "copy.jsonl")
+    if world.is_main:
+        journal.copy_to(folder / "copy.jsonl")
     return found
 
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory):
     folder = tmp_path_factory.mktemp("journal")
-    return folder, run_distributed(journals, folder, world_size=2)
+    return folder, run_in_group(journals, folder, world_size=2)
 
 
 def test_journal_continues_after_the_checkpoints_step_on_all_processes(kept):

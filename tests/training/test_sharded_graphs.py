@@ -2,7 +2,6 @@
 itself."""
 
 from functools import cache
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -10,19 +9,18 @@ import torch
 
 from tests.support.built_models import built_model
 from tests.support.captures import BreaksOff, Captures
-from tests.support.distributed import TIMEOUT_S, run_distributed
+from tests.support.distributed import run_in_group
 from tests.support.gathering import all_full
 from tests.support.plans import make_plan
 from tests.support.training_loops import CLIP, STEPS, restart_, settings, trainer, values_of
 from workflow.lib.distributed import vocabulary_parallel
-from workflow.lib.distributed.world import process_group
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.nf4_model import local
 from workflow.lib.training.loop import make_optimizer
 from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs
 
 PROCESSES = 2
-KINDS: dict[str, dict[str, Any]] = {
+KINDS = {
     "sharded": {},
     "weights kept to backward": {"reshard_after_forward": False},
     "embedding on the host": {"offload_embedding": True},
@@ -48,9 +46,9 @@ def trained(training, world, config, way):
         asked[0] += 1
         return ask(count)
 
-    captures: Any = Captures(fails=way == "one cannot capture" and world.rank == 1)
+    captures = Captures(fails=way == "one cannot capture" and world.rank == 1)
     if way in BREAKS:
-        layer = training.peft_model.get_base_model().model.layers[1]  # type: ignore[operator]
+        layer = training.peft_model.get_base_model().model.layers[1]
         captures = BreaksOff(training, layer, backward=way == "breaks off in backward")
     graphs = None if way == "plain" else MicroBatchGraphs(training, world, lambda: captures)
     made = trainer(training, config, world, micro_batch_size=1, graphs=graphs)
@@ -66,23 +64,23 @@ def trained(training, world, config, way):
     }
 
 
-def train_all(base, kind):
-    levers = KINDS[kind]
-    config, plan = settings(max_grad_norm=CLIP), make_plan(processes=PROCESSES, **levers)
+def train_all(world, base, kind):
+    config, plan = settings(max_grad_norm=CLIP), make_plan(processes=PROCESSES, **KINDS[kind])
     found = {}
-    with process_group("cpu", timeout_s=TIMEOUT_S, shard_size=plan.shards) as world:
-        training = built_model(base, config, plan, world).training
-        initial = values_of(training)
-        for way in WAYS[kind]:
-            restart_(training, initial)
-            found[way] = trained(training, world, config, way)
+    training = built_model(base, config, plan, world).training
+    initial = values_of(training)
+    for way in WAYS[kind]:
+        restart_(training, initial)
+        found[way] = trained(training, world, config, way)
+
     return found
 
 
 @cache
 def runs(base, kind):
     """Return what every process found, for each way; made once for all tests that look at it."""
-    results = run_distributed(train_all, base, kind, world_size=PROCESSES)
+    shards = PROCESSES // KINDS[kind].get("replicas", 1)
+    results = run_in_group(train_all, base, kind, world_size=PROCESSES, shard_size=shards)
     return {way: [result[way] for result in results] for way in WAYS[kind]}
 
 
@@ -124,15 +122,14 @@ def test_capture_that_breaks_off_within_the_layers_is_forgotten(base, kind, brea
     torch.testing.assert_close(plain[0]["weights"], broken[0]["weights"], rtol=1e-3, atol=1e-5)
 
 
-def zeroed(base):
-    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        build = built_model(base, settings(), make_plan(), world)
-        params = trainable_parameters(build.training)
-        for param in params.values():
-            param.grad = torch.ones_like(param)
-        before = {name: local(param.grad).data_ptr() for name, param in params.items()}
-        make_optimizer(build.training, settings().train).zero_grad(set_to_none=False)
-        after = {name: local(param.grad) for name, param in params.items()}
+def zeroed(world, base):
+    build = built_model(base, settings(), make_plan(), world)
+    params = trainable_parameters(build.training)
+    for param in params.values():
+        param.grad = torch.ones_like(param)
+    before = {name: local(param.grad).data_ptr() for name, param in params.items()}
+    make_optimizer(build.training, settings().train).zero_grad(set_to_none=False)
+    after = {name: local(param.grad) for name, param in params.items()}
     return (
         all(after[name].data_ptr() == place for name, place in before.items()),
         any(bool(grad.any()) for grad in after.values()),
@@ -140,4 +137,4 @@ def zeroed(base):
 
 
 def test_shards_of_gradients_are_set_to_zero_where_they_are(base):
-    assert run_distributed(zeroed, base, world_size=PROCESSES) == [(True, False)] * PROCESSES
+    assert run_in_group(zeroed, base, world_size=PROCESSES) == [(True, False)] * PROCESSES

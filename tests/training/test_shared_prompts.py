@@ -1,44 +1,40 @@
 """Steps of pairs and rated answers that share their prompts are those of whole documents."""
 
-from typing import Any
-
 import pytest
 import torch
 
 from tests.objectives.test_objective import build, configured, one_step
-from tests.support.distributed import TIMEOUT_S, run_distributed
+from tests.support.distributed import run_in_group
 from tests.support.scored_rows import PROMPTED, prompted_rows
-from workflow.lib.distributed.world import process_group
 from workflow.lib.objectives.from_settings import objective_of
 from workflow.lib.training.startup_checks import check_shared_prompts
 
 OBJECTIVES = {"dpo": "pairs", "kto": "rated"}
 
 
-def survey(base):
-    found: dict[tuple[Any, ...], list[Any]] = {}
-    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        for name, examples in OBJECTIVES.items():
-            config, store = configured(name, "frozen head"), prompted_rows(examples)
-            train = config.train.model_copy(update={"global_batch_size": len(PROMPTED)})
-            config = config.model_copy(update={"train": train})
-            model = build(base, config, world)
-            of = config.train.objective, config.preferences, config.distill
-            model.training.objective = objective_of(*of)
-            for shares in (False, True):
-                model.training.shares_prompts = shares
-                checks = check_shared_prompts(model.training.eval(), store, world)
-                found[name, shares, "checks"] = [check.detail for check in checks]
-                for rows in {1, len(PROMPTED) // world.size}:
-                    step = one_step(model, config, world, rows, store=store)
-                    found.setdefault((name, shares), []).append(step)
+def survey(world, base):
+    found = {}
+    for name, examples in OBJECTIVES.items():
+        config, store = configured(name, "frozen head"), prompted_rows(examples)
+        train = config.train.model_copy(update={"global_batch_size": len(PROMPTED)})
+        config = config.model_copy(update={"train": train})
+        model = build(base, config, world)
+        of = config.train.objective, config.preferences, config.distill
+        model.training.objective = objective_of(*of)
+        for shares in (False, True):
+            model.training.shares_prompts = shares
+            checks = check_shared_prompts(model.training.eval(), store, world)
+            found[name, shares, "checks"] = [check.detail for check in checks]
+            for rows in {1, len(PROMPTED) // world.size}:
+                step = one_step(model, config, world, rows, store=store)
+                found.setdefault((name, shares), []).append(step)
     return found
 
 
 # With two processes the embedding's rows are exchanged, equally many.
 @pytest.mark.parametrize("processes", [1, 2])
 def test_step_with_shared_prompts_is_that_of_whole_documents(base, processes):
-    found = run_distributed(survey, base, world_size=processes)[-1]
+    found = run_in_group(survey, base, world_size=processes)[-1]
     for name in OBJECTIVES:
         assert found[name, False, "checks"] == []
         (detail,) = found[name, True, "checks"]

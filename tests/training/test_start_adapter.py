@@ -2,7 +2,6 @@
 number of processes."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,19 +10,19 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from tests.support.built_models import built_model
-from tests.support.distributed import TIMEOUT_S, run_distributed
+from tests.support.distributed import run_in_group
 from tests.support.gathering import all_full
 from tests.support.mixtures import tiny_mixture
 from tests.support.models import quantized, random_store, tiny_llama
 from tests.support.plans import make_plan
-from workflow.lib.distributed.world import process_group
+from tests.support.refusals import refusal
+from tests.support.stock_training import stock_loss
 from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, load_base
 from workflow.lib.model.architecture.adapter_config import adapter_settings, read_adapter_config
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.settings.config import RunConfig, TrainConfig
 from workflow.lib.settings.schedule import step_rows
-from workflow.lib.system.errors import UserError
-from workflow.lib.training.batches import make_batch
+from workflow.lib.training.batches import stored_batch
 from workflow.lib.training.loop import Trainer, make_optimizer
 from workflow.lib.training.start_adapter import of_this_class, plain_name
 from workflow.lib.training.startup_checks import startup_checks
@@ -72,17 +71,17 @@ KINDS = {
 }  # fmt: skip
 
 
-def stock_base(folder: Path, kind: Kind) -> Any:
+def stock_base(folder, kind):
     base = folder / kind.model
     return load_base(base, device=CPU, compute_dtype=torch.float32, attention="sdpa")
 
 
 @torch.no_grad()
-def make_adapter(folder: Path, name: str) -> None:
+def make_adapter(folder, name):
     """Let stock PEFT make an adapter with an effect, in the kind's type."""
     kind = KINDS[name]
     config = LoraConfig(r=4, lora_alpha=6, task_type="CAUSAL_LM", **kind.rest)
-    model: Any = get_peft_model(stock_base(folder, kind), config)
+    model = get_peft_model(stock_base(folder, kind), config)
     torch.manual_seed(1)
     for param in model.parameters():
         if param.requires_grad:
@@ -93,7 +92,7 @@ def make_adapter(folder: Path, name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("starts")
     quantized(tiny_llama(folder / "original"), folder / "llama")
     tiny_mixture("deepseek_v3", folder / "original-mixture")
@@ -103,43 +102,41 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def settings_of(adapter: Path) -> RunConfig:
+def settings_of(adapter):
     return RunConfig(lora=adapter_settings(read_adapter_config(adapter), adapter), train=TRAIN)
 
 
-def build(folder: Path, name: str, adapter: Path, world: Any) -> Any:
+def build(folder, name, adapter, world):
     return built_model(
         folder / KINDS[name].model, settings_of(folder / name), make_plan(), world, start=adapter
     )
 
 
-def first_steps(folder: Path) -> dict[str, Any]:
+def first_steps(world, folder):
     """Return the values that every kind starts with, whole, and its first loss; the checks before
     the first step hold."""
     found = {}
-    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        for name in KINDS:
-            kind = KINDS[name].model
-            model = build(folder, name, folder / name, world)
-            startup_checks(model, random_store(rows=ROWS, seq_len=SEQ_LEN), folder / kind, world)
-            values = all_full(trainable_parameters(model.training))
-            trainer = Trainer(
-                model.training,
-                make_optimizer(model.training, TRAIN),
-                random_store(rows=ROWS, seq_len=SEQ_LEN),
-                TRAIN,
-                micro_batch_size=BATCH // world.size,
-                world=world,
-            )
-            (step,) = trainer.steps(first_step=0, num_steps=1)
-            found[name] = values, step.loss
+    for name in KINDS:
+        kind = KINDS[name].model
+        model = build(folder, name, folder / name, world)
+        startup_checks(model, random_store(rows=ROWS, seq_len=SEQ_LEN), folder / kind, world)
+        values = all_full(trainable_parameters(model.training))
+        trainer = Trainer(
+            model.training,
+            make_optimizer(model.training, TRAIN),
+            random_store(rows=ROWS, seq_len=SEQ_LEN),
+            TRAIN,
+            micro_batch_size=BATCH // world.size,
+            world=world,
+        )
+        (step,) = trainer.steps(first_step=0, num_steps=1)
+        found[name] = values, step.loss
     return found
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3], ids=lambda n: f"{n} processes")
-def started(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = run_distributed(first_steps, folder, world_size=request.param)[0]
-    return found
+def started(request, folder):
+    return run_in_group(first_steps, folder, world_size=request.param)[0]
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -159,22 +156,12 @@ def test_masters_are_exactly_the_files_values(folder, started, name):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_first_loss_is_that_of_stock_peft(folder, started, name):
-    model: Any = PeftModel.from_pretrained(stock_base(folder, KINDS[name]), str(folder / name))
+    model = PeftModel.from_pretrained(stock_base(folder, KINDS[name]), str(folder / name))
     store = random_store(rows=ROWS, seq_len=SEQ_LEN)
     chosen = step_rows(num_rows=ROWS, global_batch_size=BATCH, seed=TRAIN.seed, step=0)
-    batch = make_batch(
-        store.input_ids[chosen].astype("int64"),
-        store.position_ids[chosen].astype("int64"),
-        store.loss_mask[chosen],
-        device=CPU,
-    )
-    with torch.no_grad():
-        logits = model(
-            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False
-        ).logits.flatten(0, 1)
-    loss = torch.nn.functional.cross_entropy(logits[batch.positions], batch.targets)
+    loss = float(stock_loss(model, stored_batch(store, chosen)).detach())
     # fp32 on both sides, sums in another order
-    assert started[name][1] == pytest.approx(float(loss), rel=2e-5)
+    assert started[name][1] == pytest.approx(loss, rel=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +199,7 @@ def test_names_that_layers_do_not_tell_apart_stay():
     assert of_this_class(theirs, [f"base_model.model.model.{part}"]) == theirs
 
 
-def change(tensors: dict[str, torch.Tensor], how: str) -> None:
+def change(tensors, how):
     first = min(tensors)
     tensor = tensors.pop(first)
     changed = {
@@ -226,14 +213,10 @@ def change(tensors: dict[str, torch.Tensor], how: str) -> None:
     tensors |= changed[how]
 
 
-def refused(folder: Path, changed: dict[str, Path]) -> dict[str, str]:
-    messages = {}
-    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        for how, adapter in changed.items():
-            with pytest.raises(UserError) as error:
-                build(folder, "names", adapter, world)
-            messages[how] = str(error.value)
-    return messages
+def refused(world, folder, changed):
+    return {
+        how: refusal(build, folder, "names", adapter, world) for how, adapter in changed.items()
+    }
 
 
 def test_every_tensor_that_does_not_fit_is_named(folder, tmp_path):
@@ -252,7 +235,7 @@ def test_every_tensor_that_does_not_fit_is_named(folder, tmp_path):
         (tmp_path / how).mkdir()
         save_file(tensors, tmp_path / how / ADAPTER_WEIGHTS)
     changed = {how: tmp_path / how for how in expected}
-    (messages,) = run_distributed(refused, folder, changed, world_size=1)
+    (messages,) = run_in_group(refused, folder, changed, world_size=1)
     for how, text in expected.items():
         assert messages[how].startswith("train.start_from = 'them': ")
         assert text in messages[how]

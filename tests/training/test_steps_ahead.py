@@ -2,20 +2,16 @@
 nothing but when things happen."""
 
 import math
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 
 from tests.support.captures import Captures
-from tests.support.distributed import TIMEOUT_S, run_distributed
+from tests.support.distributed import run_in_group
 from tests.support.models import adapted
+from tests.support.refusals import refusal
 from tests.support.training_loops import CLIP, STEPS, settings, trainer
-from workflow.lib.artifacts.training_record import Step
-from workflow.lib.distributed.world import process_group
 from workflow.lib.model.lora import trainable_parameters
-from workflow.lib.system.errors import UserError
 from workflow.lib.training.loop import Trainer
 from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs
 
@@ -26,7 +22,7 @@ GRADIENT = "base_model.model.model.layers.1.mlp.down_proj.lora_B.weight"
 class InTurn(Trainer):
     """Begins a step when the one before it is done."""
 
-    def _prefetch(self, *unused: Any) -> None:
+    def _prefetch(self, *unused):
         return None
 
 
@@ -41,22 +37,21 @@ def values(training):
     return {name: param.detach().clone() for name, param in params.items()}
 
 
-def followed(base, kind, release_after):
+def followed(world, base, kind, release_after):
     training, passes, seen = adapted(base, r=4), [0], []
     training.register_forward_hook(lambda *_: passes.__setitem__(0, passes[0] + 1))
-    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        trainer = made(training, world, kind=kind)
-        for metrics in trainer.steps(first_step=0, num_steps=STEPS):
-            if metrics.step == release_after:  # as a held-out loss does
-                trainer.release_graphs()
-            found = {"loss": metrics.loss, "norm": metrics.grad_norm, "weights": values(training)}
-            seen.append(found | {"passes": passes[0]})
+    trainer = made(training, world, kind=kind)
+    for metrics in trainer.steps(first_step=0, num_steps=STEPS):
+        if metrics.step == release_after:  # as a held-out loss does
+            trainer.release_graphs()
+        found = {"loss": metrics.loss, "norm": metrics.grad_norm, "weights": values(training)}
+        seen.append(found | {"passes": passes[0]})
     return seen
 
 
 def both(base, release_after):
     kinds = (Trainer, InTurn)
-    return [run_distributed(followed, base, kind, release_after, world_size=1)[0] for kind in kinds]
+    return [run_in_group(followed, base, kind, release_after, world_size=1)[0] for kind in kinds]
 
 
 @pytest.mark.parametrize("release_after", [None, 2])
@@ -73,7 +68,7 @@ def test_steps_begun_ahead_are_those_taken_in_turn(base, release_after):
         assert all(torch.equal(one["weights"][n], other["weights"][n]) for n in one["weights"])
 
 
-def diverged(base, place, graphs):
+def diverged(world, base, place, graphs):
     """Train with a layer that gives NaN for the rows of the second step alone; return the
     message."""
     training, rows = adapted(base, r=4), list[torch.Tensor]()
@@ -91,16 +86,12 @@ def diverged(base, place, graphs):
 
     (layer,) = (m for name, m in training.named_modules() if name.endswith("layers.1"))
     layer.mlp.register_forward_hook(poison)
-    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        steps: Iterator[Step] = made(training, world, kind=Trainer, graphs=graphs).steps(
-            first_step=0, num_steps=STEPS
-        )
-        next(steps)
-        before = values(training)
-        with pytest.raises(UserError) as caught:
-            next(steps)
+    steps = made(training, world, kind=Trainer, graphs=graphs).steps(first_step=0, num_steps=STEPS)
+    next(steps)
+    before = values(training)
+    said = refusal(next, steps)
     assert all(torch.equal(before[name], value) for name, value in values(training).items())
-    return str(caught.value)
+    return said
 
 
 @pytest.mark.parametrize(
@@ -109,26 +100,25 @@ def diverged(base, place, graphs):
 def test_bad_step_is_named_and_left_though_the_next_one_has_begun(base, place, origin):
     """The gradients of the next step's first micro-batch lie there by then."""
     (with_graphs,), (without,) = (
-        run_distributed(diverged, base, place, graphs, world_size=1) for graphs in (True, False)
+        run_in_group(diverged, base, place, graphs, world_size=1) for graphs in (True, False)
     )
     assert with_graphs.startswith("step 2: loss = ")
     assert origin in with_graphs
     assert with_graphs.partition("norm")[2] == without.partition("norm")[2]
 
 
-def left(base):
+def left(world, base):
     """Leave a run after its first step, and begin it anew at the second."""
     training = adapted(base, r=4)
-    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        trainer = made(training, world, kind=Trainer)
-        first = next(trainer.steps(first_step=0, num_steps=STEPS))
-        later = list(trainer.steps(first_step=1, num_steps=STEPS))
+    trainer = made(training, world, kind=Trainer)
+    first = next(trainer.steps(first_step=0, num_steps=STEPS))
+    later = list(trainer.steps(first_step=1, num_steps=STEPS))
     return [metrics.grad_norm for metrics in (first, *later)]
 
 
 def test_what_a_step_that_was_left_has_added_to_gradients_is_gone(base):
     ((norms,), (whole,)) = (
-        run_distributed(left, base, world_size=1),
-        run_distributed(followed, base, Trainer, None, world_size=1),
+        run_in_group(left, base, world_size=1),
+        run_in_group(followed, base, Trainer, None, world_size=1),
     )
     assert norms == pytest.approx([step["norm"] for step in whole], rel=1e-5)

@@ -10,9 +10,9 @@ from workflow.lib.training.run_record import CHECKPOINTS, DATA, HELDOUT, STEPS, 
 EVERY = {HELDOUT: 5, CHECKPOINTS: None}
 
 
-def told(watch, seconds=1.0):
+def told(watch):
     """What is told of 14 steps, of which the first takes a hundred times as long."""
-    of_steps = [100 * seconds] + [seconds] * 13
+    of_steps = [100.0] + [1.0] * 13
     lines = [watch.after_step(s, step=step) for step, s in enumerate(of_steps, start=21)]
     return {step: line for step, line in enumerate(lines, start=1) if line}
 
@@ -33,10 +33,7 @@ def test_forecast_that_is_off_is_corrected_once_after_ten_steps(predicted_s, off
 
 @pytest.mark.parametrize(
     ("parts_s", "worst"),
-    [
-        ({DATA: [4.0]}, f"{DATA} (+0.4 s a step)"),
-        ({HELDOUT: [3.0]}, f"{HELDOUT} (+0.6 s a step)"),
-    ],
+    [({DATA: [4.0]}, f"{DATA} (+0.4 s a step)"), ({HELDOUT: [3.0]}, f"{HELDOUT} (+0.6 s a step)")],
     ids=str,
 )
 def test_part_that_was_off_is_named(parts_s, worst):

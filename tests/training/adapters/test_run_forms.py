@@ -24,11 +24,10 @@ from tests.support.adapter_kinds import (
     train_kinds,
 )
 from tests.support.built_models import built_model
-from tests.support.distributed import TIMEOUT_S, run_distributed
+from tests.support.distributed import run_in_group
 from tests.support.gathering import all_full
 from tests.support.models import random_store
 from tests.support.plans import make_plan
-from workflow.lib.distributed.world import process_group
 from workflow.lib.export.sharded_models import load_sharded_adapter
 from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, load_adapter, load_base
 from workflow.lib.model.lora import trainable_parameters
@@ -48,12 +47,12 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 def alone(folder, tmp_path_factory):
     """The folder of each kind's run by one process, and what it found."""
     target = tmp_path_factory.mktemp("alone")
-    (found,) = run_distributed(train_kinds, folder, target, 8, KINDS, world_size=1)
+    (found,) = run_in_group(train_kinds, folder, target, 8, KINDS, world_size=1)
     return {kind: (target / kind, found[kind]) for kind in KINDS}
 
 
-def evaluate_sharded(base, exported):
-    with process_group("cpu", timeout_s=TIMEOUT_S) as world, torch.no_grad():
+def evaluate_sharded(world, base, exported):
+    with torch.no_grad():
         tuned = load_sharded_adapter(
             base, exported, world=world, compute_dtype=torch.float32, attention="sdpa"
         )
@@ -73,7 +72,7 @@ def test_sharded_evaluation_takes_what_is_trained_beside_adapters(folder, alone,
     plain = base(input_ids=IDS).logits.detach()
     tuned = load_adapter(base, exported)(input_ids=IDS).logits.detach()
     assert float((plain - tuned).abs().max()) > (1.0 if kind == "both" else 0.1)
-    for on, off, again in run_distributed(evaluate_sharded, path, exported, world_size=2):
+    for on, off, again in run_in_group(evaluate_sharded, path, exported, world_size=2):
         torch.testing.assert_close(on, tuned, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(off, plain, rtol=1e-4, atol=1e-4)
         assert torch.equal(again, on)
@@ -103,23 +102,22 @@ def steps_from(folder, target, world, *, resumed, save_after=None):
     return {"step": found.step, "losses": [m.loss for m in taken], "weights": weights}
 
 
-def all_steps(folder, target, ways):
+def all_steps(world, folder, target, ways):
     """Return, for each of `RESUMED`, its steps in each way: whether it saves after the first."""
-    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        return {
-            resumed: [
-                steps_from(folder, target, world, resumed=resumed, save_after=way) for way in ways
-            ]
-            for resumed in RESUMED
-        }
+    return {
+        resumed: [
+            steps_from(folder, target, world, resumed=resumed, save_after=way) for way in ways
+        ]
+        for resumed in RESUMED
+    }
 
 
 @pytest.fixture(scope="module")
 def runs(folder, tmp_path_factory):
     """A run of three processes that saves, and its resumed steps of three and of two."""
     saved = tmp_path_factory.mktemp("resumed")
-    of_three = run_distributed(all_steps, folder, saved, (1, None), world_size=3)[0]
-    of_two = run_distributed(all_steps, folder, saved, (None,), world_size=2)[0]
+    of_three = run_in_group(all_steps, folder, saved, (1, None), world_size=3)[0]
+    of_two = run_in_group(all_steps, folder, saved, (None,), world_size=2)[0]
     return {resumed: (*of_three[resumed], *of_two[resumed]) for resumed in RESUMED}
 
 
@@ -140,19 +138,18 @@ def test_resumed_run_is_the_uninterrupted_one(runs, resumed):
     torch.testing.assert_close(other["losses"], again["losses"], rtol=rtol, atol=0)
 
 
-def replicas(folder):
+def replicas(world, folder):
     found = {}
-    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
-        for kind in KINDS:
-            model = build(folder, kind, replace(world, mesh=mesh))
-            take(model, make_optimizer(model.training, TRAIN), world)
-            found[kind] = all_full(trainable_parameters(model.training))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    for kind in KINDS:
+        model = build(folder, kind, replace(world, mesh=mesh))
+        take(model, make_optimizer(model.training, TRAIN), world)
+        found[kind] = all_full(trainable_parameters(model.training))
     return found
 
 
 def test_replicas_train_the_same(folder, alone):
-    found = run_distributed(replicas, folder, world_size=4)
+    found = run_in_group(replicas, folder, world_size=4)
     for kind in KINDS:
         first = found[0][kind]
         torch.testing.assert_close(first, alone[kind][1]["weights"], **WEIGHT_TOLERANCE)
@@ -163,9 +160,8 @@ def test_replicas_train_the_same(folder, alone):
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
-def in_sixteen_bits(folder):
-    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        return {dtype: train_in(dtype, folder, world) for dtype in SIXTEEN_BITS}
+def in_sixteen_bits(world, folder):
+    return {dtype: train_in(dtype, folder, world) for dtype in SIXTEEN_BITS}
 
 
 def train_in(dtype, folder, world):
@@ -183,7 +179,7 @@ def train_in(dtype, folder, world):
 
 @pytest.fixture(scope="module")
 def rounded(folder):
-    return run_distributed(in_sixteen_bits, folder, world_size=2)
+    return run_in_group(in_sixteen_bits, folder, world_size=2)
 
 
 @pytest.mark.parametrize("dtype", SIXTEEN_BITS, ids=str)
@@ -200,19 +196,18 @@ def test_masters_of_sixteen_bit_runs_are_fp32(rounded, alone, dtype):
         torch.testing.assert_close(found["norms"][0], expected["norms"][0], rtol=0.05, atol=0)
 
 
-def started(base, run, adapters):
+def started(world, base, run, adapters):
     """Build runs that start from these adapters, in 16 bits; return the values, or the refusal."""
     found, plan = [], make_plan()
-    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        for adapter in adapters:
-            try:
-                model = built_model(base, run, plan, world, dtype=torch.bfloat16, start=adapter)
-            except UserError as error:
-                found.append(str(error))
-                continue
-            checks = startup_checks(model, random_store(rows=ROWS, seq_len=SEQ_LEN), base, world)
-            assert all(check.passed for check in checks)
-            found.append(all_full(trainable_parameters(model.training)))
+    for adapter in adapters:
+        try:
+            model = built_model(base, run, plan, world, dtype=torch.bfloat16, start=adapter)
+        except UserError as error:
+            found.append(str(error))
+            continue
+        checks = startup_checks(model, random_store(rows=ROWS, seq_len=SEQ_LEN), base, world)
+        assert all(check.passed for check in checks)
+        found.append(all_full(trainable_parameters(model.training)))
     return found
 
 
@@ -225,7 +220,7 @@ def test_run_starts_from_the_rows_of_an_adapter(folder, alone, tmp_path, kind):
     shifted = {path: [n + 1 for n in rows] for path, rows in told[indices].items()}
     write_json(other / "adapter_config.json", told | {indices: shifted})
     arguments = (base_of(folder, kind), config(kind, start_from="them"), [exported, other])
-    values, refusal = run_distributed(started, *arguments, world_size=2)[0]
+    values, refusal = run_in_group(started, *arguments, world_size=2)[0]
     stored = load_file(exported / ADAPTER_WEIGHTS)
     assert values.keys() == stored.keys()
     assert all(torch.equal(values[name], tensor) for name, tensor in stored.items())

@@ -22,7 +22,7 @@ from tests.support.adapter_kinds import (
     export,
     train_kinds,
 )
-from tests.support.distributed import run_distributed
+from tests.support.distributed import run_in_group
 from tests.support.stock_training import stock, stock_peft
 from workflow.lib.export.adapter_files import merged_tensors, read_sharded_adapter
 from workflow.lib.export.parity import compare_logits
@@ -50,9 +50,7 @@ def trained(request, folder, tmp_path_factory):
     """Four processes have two copies of two slices, as sixteen have of eight."""
     processes, enough = request.param
     target = tmp_path_factory.mktemp(f"of-{processes}")
-    return target, run_distributed(
-        train_kinds, folder, target, enough, [*KINDS], world_size=processes
-    )
+    return target, run_in_group(train_kinds, folder, target, enough, [*KINDS], world_size=processes)
 
 
 @pytest.fixture(scope="module")

@@ -1,28 +1,18 @@
 """Trained routers on their way out: PEFT's files, stock packages, and the merged model."""
 
-from typing import Any
-
 import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.support.distributed import TIMEOUT_S, run_distributed
+from tests.support.distributed import run_in_group
 from tests.support.family_runs import merge
 from tests.support.mixtures import MIXTURES, MORE_MIXTURES, tiny_mixture
 from tests.support.models import quantized
 from tests.support.router_runs import CPU, config, router, single_documents, train
-from workflow.lib.distributed.world import process_group
-from workflow.lib.export.adapter_files import (
-    read_sharded_adapter,
-    save_adapter,
-    with_corrections,
-)
-from workflow.lib.export.packed_stacks import (
-    exported_config,
-    exported_names,
-)
+from workflow.lib.export.adapter_files import read_sharded_adapter, save_adapter, with_corrections
+from workflow.lib.export.packed_stacks import exported_config, exported_names
 from workflow.lib.export.parity import compare_logits
 from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, load_adapter, load_base
 from workflow.lib.model.architecture.routers import CORRECTION
@@ -41,7 +31,7 @@ def folders(tmp_path_factory):
     for family in (*MIXTURES, *MORE_MIXTURES):
         found[family] = tmp_path_factory.mktemp(family)
         quantized(tiny_mixture(family, found[family] / "original"), found[family] / "nf4")
-    run_distributed(train_and_save, found, torch.float32, world_size=1)
+    run_in_group(train_and_save, found, torch.float32, world_size=1)
     return found
 
 
@@ -55,14 +45,13 @@ def folder(family, folders):
     return folders[family]
 
 
-def train_and_save(folders, dtype):
-    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        for family, folder in folders.items():
-            settings = config(family, target_modules="all-linear")
-            train(
-                folder / "nf4", settings, single_documents(), world,
-                folder=folder / f"run-{dtype}", dtype=dtype,
-            )  # fmt: skip
+def train_and_save(world, folders, dtype):
+    for family, folder in folders.items():
+        settings = config(family, target_modules="all-linear")
+        train(
+            folder / "nf4", settings, single_documents(), world,
+            folder=folder / f"run-{dtype}", dtype=dtype,
+        )  # fmt: skip
 
 
 def exported(folder, target, dtype=torch.float32):
@@ -105,7 +94,7 @@ def test_routers_trained_in_bfloat16_are_served_as_trained(family, tmp_path):
         folder = tmp_path / str(seed)
         tiny_mixture(family, folder / "original", dtype=torch.bfloat16, seed=seed)
         quantized(folder / "original", folder / "nf4")
-        run_distributed(train_and_save, {family: folder}, torch.bfloat16, world_size=1)
+        run_in_group(train_and_save, {family: folder}, torch.bfloat16, world_size=1)
         parity = check_reload(folder, folder / "adapter", torch.bfloat16)
         assert parity.identical_values
         if parity.passed:
@@ -117,11 +106,11 @@ def test_merged_model_has_the_trained_routers(family, folder, tmp_path):
     """Against stock PEFT on the original, whose weights are rounded to bf16 once."""
     exported(folder, tmp_path / "adapter")
     merge(folder, folder / "run-torch.float32", tmp_path / "merged", onto="original")
-    original: Any = AutoModelForCausalLM.from_pretrained(
+    original = AutoModelForCausalLM.from_pretrained(
         folder / "original", dtype=torch.float32, attn_implementation="eager"
     )
-    tuned: Any = PeftModel.from_pretrained(original, str(tmp_path / "adapter")).eval()
-    merged: Any = AutoModelForCausalLM.from_pretrained(
+    tuned = PeftModel.from_pretrained(original, str(tmp_path / "adapter")).eval()
+    merged = AutoModelForCausalLM.from_pretrained(
         tmp_path / "merged", dtype=torch.float32, attn_implementation="eager"
     )
     with torch.no_grad():

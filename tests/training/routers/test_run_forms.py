@@ -1,16 +1,16 @@
 """A run with trained routers and their load-balancing loss, whatever divides it: processes,
 micro-batches, recomputation, graphs."""
 
-from typing import Any
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
 from tests.support.captures import Captures
-from tests.support.distributed import TIMEOUT_S, run_distributed
+from tests.support.distributed import run_in_group
 from tests.support.mixtures import tiny_mixture
-from tests.support.models import quantized, random_store
+from tests.support.models import base_fixture, random_store
 from tests.support.router_runs import (
     BATCH,
     COEFFICIENT,
@@ -24,31 +24,27 @@ from tests.support.router_runs import (
     train,
     train_in_process,
 )
-from workflow.lib.distributed.world import process_group
 from workflow.lib.training.batches import attention_costs
 from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs
 
 FAMILY, EXPERTS, TOP_K = "qwen3_moe", 11, 2
 TRAIN = {"router_aux_loss_coef": COEFFICIENT, "max_grad_norm": None}
 # fp32 on both sides, sums in another order
-TOLERANCE: dict[str, Any] = {"rtol": 1e-4, "atol": 2e-6}
-WEIGHT_TOLERANCE: dict[str, Any] = {"rtol": 0.0, "atol": 2e-4}
+TOLERANCE = {"rtol": 1e-4, "atol": 2e-6}
+WEIGHT_TOLERANCE = {"rtol": 0.0, "atol": 2e-4}
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("base")
-    return quantized(tiny_mixture(FAMILY, folder / "original"), folder / "nf4")
+base = base_fixture(partial(tiny_mixture, FAMILY))
 
 
 def run(base, *, processes, **plan):
     settings = config(FAMILY, train=TRAIN, target_modules="all-linear")
     store = random_store(rows=ROWS, seq_len=SEQ_LEN)
     plan = {"processes": processes, **plan}
-    return run_distributed(train_in_process, base, settings, store, 2, plan, world_size=processes)
+    return run_in_group(train_in_process, base, settings, store, 2, plan, world_size=processes)
 
 
-def run_alone(base):
+def run_alone(world, base):
     """Runs of one process, by what they do otherwise than the run that is to be had again."""
     store, captures = random_store(rows=ROWS, seq_len=SEQ_LEN), Captures()
     settings = config(FAMILY, train=TRAIN, target_modules="all-linear")
@@ -59,23 +55,22 @@ def run_alone(base):
     def graphs(training, world):
         return MicroBatchGraphs(training, world, lambda: captures)
 
-    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        found = {
-            "nothing": train(base, settings, store, world, micro_batches=2),
-            "recomputed": train(
-                base, settings, store, world,
-                micro_batches=2, plan={"activation_checkpointing": True},
-            ),
-            "graphed": train(base, settings, store, world, micro_batches=2, graphs=graphs),
-            "no balance": train(base, no_balance, store, world, micro_batches=2),
-        }  # fmt: skip
+    found = {
+        "nothing": train(base, settings, store, world, micro_batches=2),
+        "recomputed": train(
+            base, settings, store, world,
+            micro_batches=2, plan={"activation_checkpointing": True},
+        ),
+        "graphed": train(base, settings, store, world, micro_batches=2, graphs=graphs),
+        "no balance": train(base, no_balance, store, world, micro_batches=2),
+    }  # fmt: skip
     found["graphed"]["replays"] = captures.replays
     return found
 
 
 @pytest.fixture(scope="module")
 def of_one(base):
-    return dict(run_distributed(run_alone, base, world_size=1)[0])
+    return dict(run_in_group(run_alone, base, world_size=1)[0])
 
 
 @pytest.fixture(scope="module")

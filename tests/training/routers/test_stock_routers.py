@@ -4,7 +4,7 @@ and PEFT."""
 import pytest
 import torch
 
-from tests.support.distributed import TIMEOUT_S, run_distributed
+from tests.support.distributed import run_in_group
 from tests.support.mixtures import MIXTURES, MORE_MIXTURES, tiny_mixture
 from tests.support.models import quantized
 from tests.support.router_runs import (
@@ -17,7 +17,6 @@ from tests.support.router_runs import (
     stock,
     train,
 )
-from workflow.lib.distributed.world import process_group
 
 UNBALANCED = {"glm4_moe", "deepseek_v3"}  # families without such a loss
 # fp32 on both sides, sums in another order
@@ -39,19 +38,18 @@ def bases(tmp_path_factory):
     return found
 
 
-def train_families(bases):
-    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        return {
-            family: train(
-                base, config(family, train={"max_grad_norm": None}), single_documents(), world
-            )
-            for family, base in bases.items()
-        }
+def train_families(world, bases):
+    return {
+        family: train(
+            base, config(family, train={"max_grad_norm": None}), single_documents(), world
+        )
+        for family, base in bases.items()
+    }
 
 
 @pytest.fixture(scope="module")
 def trained(bases):
-    (runs,) = run_distributed(train_families, bases, world_size=1)
+    (runs,) = run_in_group(train_families, bases, world_size=1)
     return dict(runs)
 
 
