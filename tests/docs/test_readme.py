@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import yaml
@@ -38,7 +38,7 @@ REASONS = (
 # What the executed copy changes, and nothing else. CPU, so that it is the same on machines with
 # GPUs; one process, as starting each of them takes longer than the steps (workflow/test_run.py
 # trains in two).
-SHRUNK: dict[str, Any] = {
+SHRUNK = {
     "train": {"epochs": None, "max_steps": 3, "global_batch_size": 2},
     "hardware": {"gpus": 0, "cpu_processes": 1},
     "evaluate": {

@@ -3,6 +3,7 @@
 import base64
 import json
 import shutil
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from cryptography.hazmat.primitives.serialization import (
     PublicFormat,
 )
 
-from tests.support.certificates import add_items, certify, inside
+from tests.support.certificates import add_items, certify
 from tests.support.report_examples import edit, write_run
 from workflow.lib.evaluation.certificate import verify
 from workflow.lib.system.errors import UserError
@@ -32,7 +33,7 @@ def root(tmp_path):
 
 
 def verified(root, certificate, **options):
-    with inside(root):
+    with chdir(root):
         return verify(certificate, **{"signed_by": None} | options)
 
 

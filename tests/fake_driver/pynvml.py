@@ -1,57 +1,23 @@
-"""NVIDIA's driver of a host with eight cards, for programs started with this folder in
+"""NVIDIA's driver of a host with eight idle cards, for programs started with this folder in
 PYTHONPATH."""
+# ruff: noqa: E731, N816 - names of the real module
 
 from types import SimpleNamespace
 
 
 class NVMLError(Exception):
-    """As in the real module."""
+    """Never raised."""
 
 
-nvmlMemory_v2 = 2  # noqa: N816 - the real module's name
-
-
-def nvmlInit() -> None:  # noqa: N802
-    """Succeed: there is a driver."""
-
-
-def nvmlShutdown() -> None:  # noqa: N802
-    """Do nothing."""
-
-
-def nvmlDeviceGetCount() -> int:  # noqa: N802
-    """Return the number of cards."""
-    return 8
-
-
-def nvmlDeviceGetHandleByIndex(index: int) -> int:  # noqa: N802
-    return index
-
-
-def nvmlDeviceGetUUID(handle: int) -> str:  # noqa: N802
-    """Return a card's UUID."""
-    return f"GPU-{handle}"
-
-
-def nvmlDeviceGetName(handle: int) -> str:  # noqa: N802
-    """Return a model that the workflow knows."""
-    return "NVIDIA A100-SXM4-40GB"
-
-
-def nvmlDeviceGetMemoryInfo(handle: int, version: int) -> SimpleNamespace:  # noqa: N802
-    """Return the memory of an idle card."""
-    return SimpleNamespace(total=40 * 2**30, reserved=0, used=0)
-
-
-def nvmlDeviceGetTotalEnergyConsumption(handle: int) -> int:  # noqa: N802
-    """Return millijoules."""
-    return 1000 * (handle + 1)
-
-
-def nvmlDeviceGetCudaComputeCapability(handle: int) -> tuple[int, int]:  # noqa: N802
-    return 9, 0
-
-
-def nvmlDeviceGetMaxMigDeviceCount(handle: int) -> int:  # noqa: N802
-    """Return 0: no card is split."""
-    return 0
+nvmlMemory_v2 = 2
+nvmlInit = nvmlShutdown = lambda: None
+nvmlDeviceGetCount = lambda: 8
+nvmlDeviceGetHandleByIndex = lambda index: index
+nvmlDeviceGetUUID = lambda handle: f"GPU-{handle}"
+nvmlDeviceGetName = lambda handle: "NVIDIA A100-SXM4-40GB"
+nvmlDeviceGetMemoryInfo = lambda handle, version: SimpleNamespace(
+    total=40 * 2**30, reserved=0, used=0
+)
+nvmlDeviceGetTotalEnergyConsumption = lambda handle: 1000 * (handle + 1)  # millijoules
+nvmlDeviceGetCudaComputeCapability = lambda handle: (9, 0)
+nvmlDeviceGetMaxMigDeviceCount = lambda handle: 0

@@ -54,11 +54,10 @@ def test_time_of_a_layer_is_within_a_fifth_of_what_was_measured(shapes, measured
 def test_auto_calibrates_what_one_gpu_does_in_an_hour(shapes, method, minutes):
     chosen, reason = chosen_method("auto", shapes)
     assert chosen == method
-    assert reason is not None
     assert f"takes about {minutes} minutes on one H200" in reason
     assert f"{sum(map(math.prod, shapes)):,} weights" in reason
 
 
 @pytest.mark.parametrize("method", ["absmax", "calibrated"])
 def test_method_that_is_named_is_taken_whatever_it_costs(method):
-    assert chosen_method(method, [(10**6, 10**6, 10**6)]) == (method, None)  # type: ignore[arg-type]
+    assert chosen_method(method, [(10**6, 10**6, 10**6)]) == (method, None)

@@ -34,7 +34,7 @@ HEAVY = {"transformers", "peft", "bitsandbytes", "accelerate"}
 
 @cache
 def imports(path):
-    names: set[str] = set()
+    names = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
@@ -53,7 +53,7 @@ def library_imports(path):
 
 def library_closure(path):
     """Return the files of the library that a file imports directly or through others."""
-    reached: set[Path] = set()
+    reached = set()
     waiting = [path]
     while waiting:
         new = library_imports(waiting.pop()) - reached

@@ -17,8 +17,6 @@ REQUIREMENTS = sorted(path for path in ENVS.glob("*.txt") if path.name not in WR
 
 def render():
     spec = importlib.util.spec_from_file_location("render", ENVS / "render.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -51,11 +51,6 @@ def manifest():
     return json.loads((RESOURCES / "pydocs" / "manifest.json").read_text())
 
 
-@pytest.fixture(scope="module")
-def items():
-    return read_jsonl(RESOURCES / "tasks" / "pydocs_mc.jsonl")
-
-
 def test_files_have_the_digests_and_row_counts_of_the_manifest(manifest):
     assert len(manifest["sha256"]) == 5
     for name, digest in manifest["sha256"].items():

@@ -31,7 +31,7 @@ def test_mixture_begins_with_the_logits_of_the_base_and_uses_all_experts(made):
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         for path in (upcycle_base.BASE, made)
     )
-    chosen: list[torch.Tensor] = []
+    chosen = []
 
     def note(_module, _inputs, output):
         chosen.append(output[-1])

@@ -20,9 +20,8 @@ def test_of_an_output_is_kept_what_the_layer_behind_gets():
     watched = Watched(((HIDDEN,), {}))
     behind = (HIDDEN,), {"prev_topk_indices": CHOSEN}
     kept = watched.handed_on((HIDDEN, WEIGHTS, CHOSEN), Beside(), behind)
-    assert kept.others is not None
     assert kept.others[0] is None
-    assert torch.equal(kept.others[1], CHOSEN)  # type: ignore[arg-type]
+    assert torch.equal(kept.others[1], CHOSEN)
 
 
 def test_keys_that_a_layer_shares_reach_the_layers_behind_it():

@@ -206,7 +206,7 @@ def test_measured_documents_are_cut_where_all_scores_would_be_too_many(
     monkeypatch.setattr(calibrated_base, "SCORES", 4 * 50**2)
     documents = [(np.arange(length), np.arange(length) > 3) for length in (90, 7, 51)]
     store = SimpleNamespace(heldout_documents=lambda: documents)
-    batches = measured_batches(store, device=CPU, eager_heads=eager_heads)  # type: ignore[arg-type]
+    batches = measured_batches(store, device=CPU, eager_heads=eager_heads)
     assert [batch.input_ids.shape for batch in batches] == [
         (1, min(longest, length)) for length in (90, 7, 51)
     ]

@@ -1,8 +1,5 @@
 """Experts by calibration: which tokens calibrate each, and that each is rounded as a linear is."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -98,7 +95,7 @@ def test_only_tokens_that_count_calibrate(tmp_path):
     experts = experts_of("mixtral", tmp_path)
     states, chosen = torch.randn(6, 64), torch.tensor([[0, 1]]).repeat(6, 1)
     counted = torch.tensor([[True, False, True], [True, True, False]])
-    run: Callable[[], Any] = lambda: experts(states, chosen, torch.full((6, 2), 0.5))  # noqa: E731
+    run = lambda: experts(states, chosen, torch.full((6, 2), 0.5))  # noqa: E731
     found = expert_tokens("e", experts, [(run, Counted(counted.flatten())), (run, Counted())])
     torch.testing.assert_close(found.states, torch.cat([states[[0, 2, 3, 4]], states]))
     assert found.chosen.shape == (10, 2)

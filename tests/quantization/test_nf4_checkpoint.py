@@ -2,8 +2,6 @@
 refused."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -84,7 +82,7 @@ def test_stock_transformers_loads_the_checkpoint_whole_and_packed(tmp_path, tied
 
 
 class TestShards:
-    def write(self, folder: Path, sizes: list[int], *, shard_bytes: int) -> ShardWriter:
+    def write(self, folder, sizes, *, shard_bytes):
         folder.mkdir(exist_ok=True)
         writer = ShardWriter(folder, shard_bytes=shard_bytes)
         for number, size in enumerate(sizes):
@@ -242,7 +240,7 @@ def test_bytes_of_a_published_base_are_those_of_the_run(published, tmp_path):
         assert torch.equal(found[name], tensor), name
     record = read_checked_json(base / "quantization.json")
     assert record["method_reason"] == "model.source is in NF4 already: its bytes are taken"
-    options: Any = {"device": torch.device("cpu"), "compute_dtype": torch.float32}
+    options = {"device": torch.device("cpu"), "compute_dtype": torch.float32}
     ids = torch.tensor([[3, 1, 4, 1, 5]])
     ours, theirs = (load_base(x, attention="sdpa", **options) for x in (base, published))
     assert torch.equal(ours(ids).logits, theirs(ids).logits)
@@ -253,7 +251,7 @@ def test_published_base_is_read_as_the_weights_that_it_decodes_to(published):
     assert (shape.source_dtype, shape.left_tensors) == ("BF16", 0)
     stock = AutoModelForCausalLM.from_pretrained(published, dtype=torch.float32)
     name = "model.layers.1.mlp.down_proj"
-    weight: Any = stock.get_submodule(name).weight
+    weight = stock.get_submodule(name).weight
     weight.quant_state.dtype = torch.float32  # early versions round to the stored dtype on the way
     expected = decoded(weight.data, weight.quant_state).to(torch.bfloat16)
     with ConvertedReader(published, build_on_meta(published, dtype=torch.bfloat16)) as reader:
@@ -290,7 +288,7 @@ def test_base_of_which_some_linears_are_in_16_bits_is_refused(original, tmp_path
 def test_other_types_of_bitsandbytes_are_refused(original, tmp_path, kind):
     settings = {"load_in_4bit": False, "load_in_8bit": True}
     if kind == "fp4":
-        settings = {"bnb_4bit_quant_type": "fp4"}  # type: ignore[dict-item]
+        settings = {"bnb_4bit_quant_type": "fp4"}
     model = in_nf4(original, tmp_path / "model", dtype=torch.bfloat16, **settings)
     with pytest.raises(UserError, match=f"bitsandbytes has quantized to {kind}, and only nf4"):
         describe_folder(model)

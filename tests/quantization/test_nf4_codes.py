@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.mixtures import MIXTURES, tiny_mixture
 from tests.support.models import quantized
+from tests.support.refusals import refusal
 from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.model.nf4_model import build_config_on_meta, build_on_meta
 from workflow.lib.model.published.converted_reader import ConvertedReader
@@ -15,7 +16,6 @@ from workflow.lib.quantization import nf4_codes
 from workflow.lib.quantization.nf4_checkpoint import check_model, quantizable_linears
 from workflow.lib.quantization.nf4_codes import check_blocks, quantize_stack
 from workflow.lib.settings.config import QuantizeConfig
-from workflow.lib.system.errors import UserError
 
 CPU = torch.device("cpu")
 
@@ -107,9 +107,7 @@ def test_experts_in_a_module_of_another_kind_are_refused():
         kv_channels=8, intermediate_size=16, num_local_experts=4, num_experts_per_tok=2,
     )  # fmt: skip
     model = build_config_on_meta(config, dtype=torch.float32)
-    with pytest.raises(UserError) as caught:
-        check_model(model, {"some": (1, 1)})
-    assert str(caught.value).startswith(
+    assert refusal(check_model, model, {"some": (1, 1)}).startswith(
         "JetMoeForCausalLM keeps the weights of several experts in model.layers.0."
     )
 
@@ -118,9 +116,7 @@ def test_expert_that_would_begin_within_a_block_is_refused(tmp_path):
     stacks = expert_stacks(build_on_meta(tiny_mixture("mixtral", tmp_path), dtype=torch.float32))
     check_blocks(stacks, QuantizeConfig(block_size=512))
     odd = {path: type(s)((3, 5, 64), False) for path, s in stacks.items()}
-    with pytest.raises(UserError) as caught:
-        check_blocks(odd, QuantizeConfig(block_size=128))
-    assert str(caught.value) == (
+    assert refusal(check_blocks, odd, QuantizeConfig(block_size=128)) == (
         "quantize.block_size = 128: each of the experts in model.layers.0.mlp.experts.gate_up_proj "
         "has 5 x 64 weights, which must be whole blocks. Set a smaller block_size, or choose "
         "another model.source."

@@ -8,27 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.preflight_examples import setup
+from tests.support.preflight_examples import llama_config, setup
 from workflow.lib.model.describe_model import describe_config
-from workflow.lib.planning.memory.allocation_tape import COMPUTE, EMPTY_CACHE, HOST, Tape
+from workflow.lib.planning.memory.allocation_tape import COMPUTE, EMPTY_CACHE, HOST
 from workflow.lib.planning.memory.peaks import EXPLANATIONS
 from workflow.lib.planning.memory.replay import replay
 from workflow.lib.planning.model_sizes import offload_window, packed_bytes
-from workflow.lib.recording.recording_process import RecordingProcess
 from workflow.lib.recording.term_names import MAKERS
-from workflow.lib.step_plan.plan import StepPlan
 
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "vocab_size": 32000,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": False,
-}
+LLAMA = llama_config(8192, 28672, 12, 64, 8, 32000)
 ALONE = {"processes": 1}
 UNFUSED = {"fused_layers": False}
 KEPT = {"activation_checkpointing": False}
@@ -64,16 +52,16 @@ def shape():
 class Tapes:
     """Recordings of the process, each kept for all tests that ask for it."""
 
-    def __init__(self, process: RecordingProcess) -> None:
+    def __init__(self, process):
         self._process = process
-        self._kept: dict[str, Tape] = {}
+        self._kept = {}
 
-    def made(self, levers: StepPlan) -> Tape:
+    def made(self, levers):
         window = offload_window(shape(), levers)
         asked = replace(levers, offload_window_bytes=window)
         return self._process.record(LLAMA, asked, checked=False)
 
-    def of(self, levers: StepPlan) -> Tape:
+    def of(self, levers):
         key = repr(levers)
         if key not in self._kept:
             self._kept[key] = self.made(levers)
@@ -132,7 +120,7 @@ def test_what_is_offloaded_is_page_locked_memory_of_the_host(tapes):
 
 def left(tape):
     """Return the tensors that are there at the end; each is made once, and released once."""
-    there: set[int] = set()
+    there = set()
     for event in tape.events:
         if isinstance(event, int):
             assert (event >= 0) != (~event in there)
@@ -154,7 +142,7 @@ def test_captured_micro_batch_takes_memory_of_its_own(tapes, accumulates):
     begin = tape.events.index(EMPTY_CACHE)
     assert tape.events.count(EMPTY_CACHE) == 1
     assert tape.events[:begin].count("forward") == tape.events[begin:].count("forward") == 1
-    streams: dict[str, set[str]] = {"before": set(), "after": set()}
+    streams = {"before": set(), "after": set()}
     for index, event in enumerate(tape.events):
         if isinstance(event, int) and event >= 0 and tape.terms[event] == "saved_activations":
             streams["before" if index < begin else "after"].add(tape.streams[event])

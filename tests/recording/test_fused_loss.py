@@ -5,21 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.preflight_examples import setup
+from tests.support.preflight_examples import llama_config, setup
 from workflow.lib.model.describe_model import describe_config
 from workflow.lib.planning.memory.replay import replay
 
 # The loss decides on the peak.
-WIDE = {
-    "model_type": "llama",
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": 32_768,
-    "max_position_embeddings": 8192,
-}
+WIDE = llama_config(256, 512, 1, 2, 1, 32_768)
 CAPPED = WIDE | {"model_type": "gemma3_text", "head_dim": 128, "final_logit_softcapping": 30.0}
 LOGITS = 1024 * 32_768  # of a chunk
 

@@ -4,7 +4,6 @@ import json
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,7 +19,7 @@ from workflow.lib.system.gpu_models import BY_NAME
 
 PINS = Path(__file__).parents[2] / "envs" / "pins.txt"
 PEAKS = Peaks({"forward": {"logits": 7}}, host_bytes=5)
-CONFIG: dict[str, Any] = {"model_type": "llama"}
+CONFIG = {"model_type": "llama"}
 
 
 @pytest.fixture(autouse=True)
@@ -60,14 +59,11 @@ def test_shipped_peaks_are_what_the_engine_asks_for_today(process):
     """Otherwise run `python -m workflow.scripts.write_model_peaks`."""
     model = "Qwen/Qwen3-0.6B"
     config, shape = known_config(model), known_shape(model)
-    assert config is not None
-    assert shape is not None
     run = settings_of([], seq_len=2048, rank=16, processes=1, batch=None)
     on = imagined_machine(1, BY_NAME["NVIDIA GeForce RTX 4090"])
     plan = replace(plan_from_settings(run, shape, on), accumulation_steps=16)
     asked = PlanRecorder(process, config, shape).asked(plan)
     shipped = known_peaks(config, asked, checked=True)
-    assert shipped is not None
     (recorded,) = process.peaks(config, [asked])
     found, expected = stored(recorded), stored(shipped)
     assert found[:2] == expected[:2]  # memory; other versions have other small operations

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from tests.support.preflight_examples import setup
+from tests.support.preflight_examples import llama_config, setup
 from workflow.lib.model.architecture.layer_choice import LayerChoice
 from workflow.lib.model.describe_model import describe_config
 from workflow.lib.model.nf4_model import build_config_on_meta
@@ -15,22 +15,14 @@ from workflow.lib.planning.memory.replay import replay
 from workflow.lib.recording.some_layers import layer_kinds
 
 # Gemma 4 E2B with fewer layers, half of which share keys, and fewer tokens.
-CONFIG = {
+CONFIG = llama_config(1536, 6144, 6, 8, 1, 32768, head_dim=256) | {
     "model_type": "gemma4_text",
-    "hidden_size": 1536,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 1,
-    "head_dim": 256,
     "global_head_dim": 512,
-    "vocab_size": 32768,
     "vocab_size_per_layer_input": 32768,
     "hidden_size_per_layer_input": 256,
     "num_kv_shared_layers": 3,
     "use_double_wide_mlp": True,
     "sliding_window": 512,
-    "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
     "layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 2,
 }

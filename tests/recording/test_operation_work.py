@@ -6,23 +6,13 @@ import numpy as np
 import pytest
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
-from tests.support.preflight_examples import setup
+from tests.support.preflight_examples import llama_config, setup
 from workflow.lib.planning import work as kinds
 from workflow.lib.recording.engine_run import _masks_of_rows
 from workflow.lib.system.document_lengths import grouped
 
-LAYERS, HIDDEN, WIDE, HEADS, KV_HEADS, VOCAB = 3, 256, 640, 4, 2, 320
-CONFIG = {
-    "model_type": "llama",
-    "hidden_size": HIDDEN,
-    "intermediate_size": WIDE,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KV_HEADS,
-    "vocab_size": VOCAB,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-}
+LAYERS, HIDDEN, WIDE = 3, 256, 640
+CONFIG = llama_config(HIDDEN, WIDE, LAYERS, 4, 2, 320)
 WEIGHTS = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * HIDDEN // 2 + 3 * HIDDEN * WIDE  # of a layer
 DOWN = HIDDEN * WIDE
 OUT_AND_IN = 2 * (HIDDEN + HIDDEN) + 2 * (HIDDEN + HIDDEN // 2) + 3 * (HIDDEN + WIDE)

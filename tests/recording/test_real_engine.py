@@ -4,7 +4,6 @@ model."""
 import weakref
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,28 +11,20 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.support.models import quantized, tiny_gemma2, tiny_llama
+from tests.support.models import adapted, quantized, tiny_gemma2, tiny_llama
 from tests.support.preflight_examples import SEVEN, setup
 from workflow.lib.model.architecture.model_shape import read_config
-from workflow.lib.model.lora import init_adapters_, inject_adapters
-from workflow.lib.model.nf4_model import build_nf4_on_meta, load_weights_, materialize_
 from workflow.lib.model.recomputation import checkpoint_activations_
-from workflow.lib.model.training_module import CausalLMForTraining, loss_in
+from workflow.lib.model.training_module import loss_in
 from workflow.lib.objectives.from_settings import objective_of
 from workflow.lib.scores.store import Scores
-from workflow.lib.settings.config import LoraSettings
-from workflow.lib.settings.objectives import (
-    NEEDS,
-    DistillConfig,
-    PreferencesConfig,
-)
+from workflow.lib.settings.objectives import NEEDS, DistillConfig, PreferencesConfig
 from workflow.lib.training.batches import make_batch, with_examples, with_scores
 from workflow.lib.training.gradients import LossSum
 from workflow.lib.training.micro_batch_graphs import forward_backward
 
 ROWS, SEQ_LEN = 2, 64
 ATTENTION_ONLY = SEVEN[:4]
-RANK_4 = LoraSettings(r=4)
 
 
 class Recorder(TorchDispatchMode):
@@ -41,26 +32,26 @@ class Recorder(TorchDispatchMode):
 
     Not those of int64 and bool, of which a CPU makes the masks of dropout, and a GPU does not."""
 
-    def __init__(self, known: list[torch.Tensor]) -> None:
+    def __init__(self, known):
         super().__init__()
         self._there = {tensor.untyped_storage()._cdata for tensor in known}
         self.now = self.peak = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(made):
             if isinstance(tensor, torch.Tensor) and tensor.dtype not in (torch.int64, torch.bool):
                 self._add(tensor.untyped_storage())
         return made
 
-    def _add(self, storage: torch.UntypedStorage) -> None:
+    def _add(self, storage):
         if storage._cdata not in self._there:
             self._there.add(storage._cdata)
             self.now += storage.nbytes()
             self.peak = max(self.peak, self.now)
             weakref.finalize(storage, self._remove, storage._cdata, storage.nbytes())
 
-    def _remove(self, key: int, num_bytes: int) -> None:
+    def _remove(self, key, num_bytes):
         self._there.discard(key)
         self.now -= num_bytes
 
@@ -118,25 +109,21 @@ def wide(tmp_path_factory):
     return made(tmp_path_factory.mktemp("wide"), vocab_size=9001)
 
 
-def adapted_in_bf16(base, lora=RANK_4, *, every=0):
+def adapted_in_bf16(base, *, every, **lora):
     """Return the training module of an NF4 folder, every so many layers recomputed (0: none)."""
-    model = build_nf4_on_meta(base, compute_dtype=torch.bfloat16, attention="eager")
-    training = CausalLMForTraining(inject_adapters(model, lora))
+    training = adapted(base, attention="eager", dtype=torch.bfloat16, **{"r": 4} | lora)
     if every:
-        checkpoint_activations_(model, range(0, 9, every))
-    materialize_(training, transformers_model=model, device=torch.device("cpu"))
-    load_weights_(model, base)
-    init_adapters_(training, seed=0, base=base)
+        checkpoint_activations_(training.peft_model.get_base_model(), range(0, 9, every))
     return training.train()
 
 
 def allocated(base, *, targets, dora, every, modules=(), batches=1, dropout=0.0, objective="sft"):
     """The peaks of as many micro-batches as 1, 2 and so on to `batches`, on the CPU in bf16, above
     what lies there before, bytes."""
-    lora = LoraSettings(
-        r=4, target_modules=targets, use_dora=dora, modules_to_save=modules, dropout=dropout
-    )
-    training = adapted_in_bf16(base, lora, every=every)
+    training = adapted_in_bf16(
+        base, every=every, target_modules=targets, use_dora=dora, modules_to_save=modules,
+        dropout=dropout,
+    )  # fmt: skip
     training.objective = objective_of(objective, PreferencesConfig(), DistillConfig())
     batch, peaks = batch_for(objective), []
     known = [*training.parameters(), *training.buffers()]
@@ -168,8 +155,8 @@ def test_nothing_of_a_micro_batch_is_held_after_its_backward(folders):
     assert max(left) < ROWS * SEQ_LEN * hidden_size  # half a hidden state in bf16
 
 
-def recorded(process, source, chosen):
-    return process.record(read_config(source), chosen, checked=False, whole=True)
+def recorded(process, source, plan):
+    return process.record(read_config(source), plan, checked=False, whole=True)
 
 
 def peak(tape):
@@ -184,6 +171,11 @@ def peak(tape):
     return largest
 
 
+def chosen(**changes):
+    fixed = {"processes": 1, "micro_batch_size": ROWS, "seq_len": SEQ_LEN, "rank": 4}
+    return setup(**{**fixed, "attention": "eager", **changes})
+
+
 @pytest.mark.parametrize(
     "lever",
     [{"every": 1}, {"every": 0}, {"every": 2}, {"every": 1, "targets": ATTENTION_ONLY},
@@ -196,12 +188,11 @@ def test_peak_above_the_weights_is_that_of_the_engine(process, folders, lever):
     """Fused layers are left out: they compute in place, by kernels that a CPU has not."""
     source, base = folders
     wanted = {"targets": SEVEN, "dora": False} | lever
-    chosen = setup(
-        processes=1, micro_batch_size=ROWS, seq_len=SEQ_LEN, rank=4, attention="eager",
+    plan = chosen(
         targets=wanted["targets"], dora=wanted["dora"], activation_checkpointing=wanted["every"],
         dropout="dropout" in wanted,
     )  # fmt: skip
-    found = peak(recorded(process, source, chosen))
+    found = peak(recorded(process, source, plan))
     assert [found] == pytest.approx(allocated(base, **wanted), rel=0.02)
 
 
@@ -215,16 +206,7 @@ def gemma(request, tmp_path_factory):
 @pytest.mark.parametrize("every", [0, 1, 2])
 def test_peak_of_a_model_with_soft_capped_scores_is_that_of_the_engine(process, gemma, every):
     source, base = gemma
-    chosen = setup(
-        processes=1,
-        micro_batch_size=ROWS,
-        seq_len=SEQ_LEN,
-        rank=4,
-        attention="eager",
-        targets=SEVEN,
-        activation_checkpointing=every,
-    )
-    found = peak(recorded(process, source, chosen))
+    found = peak(recorded(process, source, chosen(activation_checkpointing=every)))
     measured = allocated(base, targets=SEVEN, dora=False, every=every)
     assert [found] == pytest.approx(measured, rel=0.02)
 
@@ -235,15 +217,9 @@ def test_peak_of_a_model_with_soft_capped_scores_is_that_of_the_engine(process, 
 def test_peak_with_trained_modules_is_that_of_the_engine(process, wide, modules):
     """Of one micro-batch, and of two."""
     source, base = wide
-    one, two = (
-        setup(
-            processes=1, micro_batch_size=ROWS, seq_len=SEQ_LEN, rank=4, attention="eager",
-            targets=SEVEN, accumulation_steps=2 if accumulates else 1,
-            trains_head="lm_head" in modules, trains_embedding="embed_tokens" in modules,
-        )
-        for accumulates in (False, True)
-    )  # fmt: skip
-    found = [peak(recorded(process, source, chosen)) for chosen in (one, two)]
+    trained = {"trains_head": "lm_head" in modules, "trains_embedding": "embed_tokens" in modules}
+    plans = [chosen(accumulation_steps=count, **trained) for count in (1, 2)]
+    found = [peak(recorded(process, source, plan)) for plan in plans]
     measured = allocated(base, targets=SEVEN, dora=False, every=1, modules=modules, batches=2)
     assert found == pytest.approx(measured, rel=0.02)
 
@@ -252,13 +228,12 @@ def test_peak_with_trained_modules_is_that_of_the_engine(process, wide, modules)
 @pytest.mark.parametrize("objective", ["dpo", "orpo", "kto", "distill"])
 def test_peak_of_an_objective_is_that_of_the_engine(process, wide, objective, modules):
     source, base = wide
-    chosen = setup(
-        processes=1, micro_batch_size=ROWS, seq_len=SEQ_LEN, rank=4, attention="eager",
-        targets=SEVEN, trains_head="lm_head" in modules, objective=objective,
+    plan = chosen(
+        trains_head="lm_head" in modules, objective=objective,
         documents_per_row=1 if objective == "distill" else 2,
         top_k=TOP_K if objective == "distill" else 0,
     )  # fmt: skip
-    found = peak(recorded(process, source, chosen))
+    found = peak(recorded(process, source, plan))
     measured = allocated(
         base, targets=SEVEN, dora=False, every=1, modules=modules, objective=objective
     )

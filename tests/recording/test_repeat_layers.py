@@ -6,23 +6,14 @@ from collections import Counter
 import pytest
 
 from tests.support.distributed import run_distributed
-from tests.support.preflight_examples import num_calls, setup
+from tests.support.preflight_examples import llama_config, num_calls, setup
 from workflow.lib.planning.memory.replay import replay
 from workflow.lib.planning.preflight.replay_check import NotRecordedError
 from workflow.lib.recording.engine_run import record
 from workflow.lib.recording.layer_tape import LayerTape
 from workflow.lib.recording.some_layers import NotRepeatableError, repeated, representatives
 
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 256,
-    "intermediate_size": 640,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 1000,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": False,
-}
+LLAMA = llama_config(256, 640, 12, 4, 2, 1000)
 # Windows by turns, soft-capped scores, and a head that is tied to the embedding.
 GEMMA = LLAMA | {
     "model_type": "gemma2",
@@ -80,14 +71,14 @@ def totals(work):
 
 def refusals(cases):
     """Return with which levers layers were refused that did not stand for all, and why."""
-    said: list[str] = []
+    said = []
     handler = logging.Handler(logging.DEBUG)
-    handler.emit = lambda record: said.append(f"{levers}: {record.getMessage()}")  # type: ignore[method-assign]
+    handler.emit = lambda record: said.append(f"{levers}: {record.getMessage()}")
     logging.getLogger("workflow").addHandler(handler)
     logging.getLogger("workflow").setLevel(logging.DEBUG)
     for levers in cases:
         chosen = setup(seq_len=128, micro_batch_size=1, fused_layers=True, **levers)
-        record(LLAMA | {"num_hidden_layers": 12}, chosen)
+        record(LLAMA, chosen)
     return said
 
 

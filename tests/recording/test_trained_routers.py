@@ -2,25 +2,15 @@
 
 import pytest
 
-from tests.support.preflight_examples import setup
-from workflow.lib.planning.memory.allocation_tape import Tape
+from tests.support.preflight_examples import llama_config, setup
 from workflow.lib.planning.memory.replay import replay
 
 EXPERTS, HIDDEN, LAYERS = 64, 1024, 12
-MIXTURE = {
+MIXTURE = llama_config(HIDDEN, 2048, LAYERS, 16, 4, 8000, head_dim=64) | {
     "model_type": "qwen3_moe",
-    "hidden_size": HIDDEN,
-    "intermediate_size": 2048,
     "moe_intermediate_size": 256,
     "num_experts": EXPERTS,
     "num_experts_per_tok": 4,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "vocab_size": 8000,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": False,
 }
 ROUTER = 4 * EXPERTS * HIDDEN
 
@@ -37,7 +27,7 @@ BALANCED = {"balances_routers": True}
 @pytest.fixture(scope="module")
 def recorded(process):
     """Record a set-up, for all tests that ask for it."""
-    kept: dict[str, Tape] = {}
+    kept = {}
 
     def tape(levers):
         key = repr(levers)

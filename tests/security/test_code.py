@@ -70,10 +70,10 @@ def test_no_stage_lets_packages_fetch_compiled_code_from_a_hub(tmp_path):
 class Bomb:
     """Writes a file when it is unpickled."""
 
-    def __init__(self, target: Path) -> None:
+    def __init__(self, target):
         self.target = target
 
-    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+    def __reduce__(self):
         return Path.touch, (self.target,)
 
 

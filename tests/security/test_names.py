@@ -5,9 +5,9 @@ import json
 
 import pytest
 
+from tests.support.refusals import refusal
 from tests.support.workflow_project import make_project
 from workflow.lib.settings.config import load_config
-from workflow.lib.system.errors import UserError
 
 # Each would leave a file `pwned` if a shell read it, or be taken for an option, or leave its
 # folder.
@@ -116,14 +116,8 @@ def test_hub_id_and_revision_are_data_to_every_shell(hostile_folder):
     assert pwned(hostile_folder) == []
 
 
-def refusal(document):
-    with pytest.raises(UserError) as caught:
-        load_config(document)
-    return str(caught.value)
-
-
 def test_names_and_labels_that_are_no_plain_names_are_refused():
     for name in REFUSED_RUN_NAMES:
-        assert "runs: the name" in refusal({"runs": {name: {}}})
+        assert "runs: the name" in refusal(load_config, {"runs": {name: {}}})
         for section in ("model", "data"):
-            assert f"{section}.name = " in refusal({section: {"name": name}})
+            assert f"{section}.name = " in refusal(load_config, {section: {"name": name}})

@@ -2,11 +2,12 @@
 
 import argparse
 import json
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
 
-from tests.support.certificates import add_items, inside
+from tests.support.certificates import add_items
 from tests.support.report_examples import write_run
 from tests.support.workflow_project import make_project
 from workflow.lib.artifacts import layout
@@ -31,7 +32,7 @@ def root(tmp_path):
 def certify(root):
     run = Path("runs/demo")
     adapter = run / "consolidate" / "adapter"
-    with inside(root):
+    with chdir(root):
         main(
             argparse.Namespace(
                 config=json.loads(layout.stage_json("certify_run", RunConfig())),

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from tests.support.finished_runs import ADAPTER
-from tests.support.workflow_project import make_project
+from tests.support.workflow_project import ADAPTER, make_project
 from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.rungs import Rung
 

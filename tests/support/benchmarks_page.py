@@ -35,7 +35,7 @@ def written(page: str, lines: Iterable[dict[str, Any]]) -> str:
 
 
 def newest(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
+    found = {}
     for line in sorted(lines, key=_date):
         if line["measured"] and _date(line) >= SINCE and line["sizes"]["steps"] >= STEPS:
             found[json.dumps(_case(line), sort_keys=True)] = line

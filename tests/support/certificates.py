@@ -1,8 +1,6 @@
 """A synthetic run with the items of its evaluation, and its certificate."""
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import chdir
 from pathlib import Path
 
 from tests.support.report_examples import SERVED_CHECK, edit
@@ -59,20 +57,9 @@ def hashed(path: Path) -> RecordedFile:
     return RecordedFile(path.parent, path.name, file_sha256(path))
 
 
-@contextmanager
-def inside(folder: Path) -> Iterator[None]:
-    """Within the block the folder is the working one: names in a certificate begin there."""
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        yield
-    finally:
-        os.chdir(before)
-
-
 def certify(root: Path, run: str, *, key: Path | None = None) -> Path:
     """Write the certificate of a run below `root`; return its path from there."""
-    with inside(root):
+    with chdir(root):
         folder = Path("runs") / run
         adapter, evaluation = folder / "consolidate" / "adapter", folder / "evaluate_run"
         write_checked_json(folder / "check_served" / "served.json", SERVED_CHECK.as_json())

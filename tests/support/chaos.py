@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 from tests.support.workflow_project import STEPS, TIMEOUT_S, Project
 from workflow.lib.system.files import read_checked_json
@@ -39,7 +39,7 @@ class Victim:
             project.command(target), cwd=project.root, stdout=self.output, stderr=subprocess.STDOUT,
             env=project.variables(), process_group=0,
         )  # fmt: skip
-        self._seen: dict[int, psutil.Process] = {}
+        self._seen = {}
 
     def running(self) -> bool:
         return self.process.poll() is None
@@ -249,7 +249,7 @@ def facts(project: Project) -> dict[str, Any]:
         "tokens/*/*.npy",
         "base/*/*.safetensors",
     ]
-    found: dict[str, Any] = {
+    found = {
         str(path.relative_to(root)): path.read_bytes()
         for pattern in exact
         for path in root.glob(pattern)

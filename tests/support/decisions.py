@@ -2,16 +2,14 @@
 
 from typing import Any
 
-import pytest
-
 from tests.support.made_up_memory import MadeUpMemory
 from tests.support.preflight_examples import llama_shape, machine, token_counts
+from tests.support.refusals import refusal
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.planning.machine import Machine
 from workflow.lib.planning.preflight.decision import Decision, decide
 from workflow.lib.planning.preflight.replay_check import Recorder
 from workflow.lib.settings.config import RunConfig
-from workflow.lib.system.errors import UserError
 
 llama_8b = llama_shape(
     layers=32, hidden=4096, feed_forward=14336, heads=32, kv_heads=8, vocab=128256
@@ -47,6 +45,4 @@ def decided(
 
 
 def message(**arguments: Any) -> str:
-    with pytest.raises(UserError) as caught:
-        decided(**arguments)
-    return str(caught.value)
+    return refusal(decided, **arguments)

@@ -39,7 +39,7 @@ def conversation(messages: list[Any], **more: Any) -> Conversation:
 
 
 def trained(tokenizer: Any, encoded: Encoded) -> list[str]:
-    runs: list[list[int]] = [[]]
+    runs = [[]]
     for token, is_target in zip(encoded.ids.tolist(), encoded.mask, strict=True):
         if is_target:
             runs[-1].append(token)

@@ -34,19 +34,19 @@ class HubRepo:
     ) -> None:
         self.kind = kind
         self.lfs = lfs
-        self.commits: dict[str, Files] = {}
-        self.branches: dict[str, str] = {}
-        self.licence: str | list[str] | None = None  # as its card names it
+        self.commits = {}
+        self.branches = {}
+        self.licence = None  # as its card names it
         self.gated = False  # files are refused, as to an account that did not accept the licence
         self.private = False
         self.bad_token = False  # every request is refused, as with an expired token
-        self.served: dict[str, bytes] = {}  # bytes sent in place of the announced ones
-        self.listed_size: dict[str, int] = {}  # size announced in place of the true one
-        self.down: set[str] = set()  # the connection is closed without an answer
-        self.stored: dict[str, bytes] = {}  # large files that were sent, by their SHA-256
-        self.refused: set[str] = set()  # SHA-256 of large files that are cut off when they are sent
-        self.sent: list[str] = []  # SHA-256 of large files that came whole, in order
-        self.requests: list[tuple[str, str, dict[str, str]]] = []  # method, path, headers
+        self.served = {}  # bytes sent in place of the announced ones
+        self.listed_size = {}  # size announced in place of the true one
+        self.down = set()  # the connection is closed without an answer
+        self.stored = {}  # large files that were sent, by their SHA-256
+        self.refused = set()  # SHA-256 of large files that are cut off when they are sent
+        self.sent = []  # SHA-256 of large files that came whole, in order
+        self.requests = []  # method, path, headers
         self.commit(files)
 
     def commit(self, files: Files, *, branch: str = "main") -> str:

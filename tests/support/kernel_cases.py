@@ -91,7 +91,7 @@ def act_and_mul_results(
     kernels', then autograd's in fp32. Rows and columns are no whole tiles. halves: as in `gates`.
     """
     draw = torch.Generator().manual_seed(0)
-    options: dict[str, Any] = {"draw": draw, "dtype": dtype, "device": device}
+    options = {"draw": draw, "dtype": dtype, "device": device}
     given = [2 * torch.randn(50, 150, generator=draw).to(device, dtype) for _ in range(3)]
     parts = [low_rank_part(150, rank, **options) for rank in ranks]
     whole = [exact(value, part) for value, part in zip(given, parts, strict=True)]

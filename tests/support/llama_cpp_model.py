@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import sentencepiece  # type: ignore[import-untyped]
+import sentencepiece
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaForCausalLM, LlamaTokenizer
@@ -127,7 +127,7 @@ def save_spm_tokenizer(folder: Path) -> None:
 
 def random_adapter(model: LlamaForCausalLM, **changes: Any) -> PeftModel:
     """Return the model with an adapter that is not zero, of two ranks and two scales."""
-    settings: dict[str, Any] = {
+    settings = {
         "r": 8,
         "lora_alpha": 16,
         "use_rslora": True,

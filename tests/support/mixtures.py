@@ -78,7 +78,7 @@ def tiny_mixture(
     biases off their initial values; return `folder`."""
     torch.manual_seed(seed)
     config = AutoConfig.for_model(family, **(SIZES | (MIXTURES | MORE_MIXTURES)[family] | changes))
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for tensor in (*model.parameters(), *_correction_biases(model)):
             if tensor.dim() == 1 or not tensor.any():

@@ -36,8 +36,7 @@ def run_pytest(
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
         status = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
         if path.exists():
-            summary: Summary = json.loads(path.read_text(encoding="utf-8"))
-            return summary
+            return json.loads(path.read_text(encoding="utf-8"))
     return Summary(
         passed=0,
         failed=1,
@@ -72,7 +71,7 @@ def main(options: list[str]) -> int:
     """Run everything; return the exit status. The file is written after every run."""
     *older, newest = supported(flags(CPUINFO.read_text() if CPUINFO.exists() else "")).items()
     numeric = [folder for folder in NUMERIC if (ROOT / folder).exists()]
-    runs: dict[str, Summary] = {}
+    runs = {}
     tested = commit()  # before the summary differs from it
     draw = int(git("rev-parse", "HEAD"), 16) % 10_000
     parts = [("all", newest[1], []), *((f"numeric, {name}", x, numeric) for name, x in older)]

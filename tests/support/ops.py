@@ -27,11 +27,7 @@ BESIDE_DTYPE: dict[str, tuple[tuple[Any, ...], ...]] = {
 }
 OF_NO_DTYPE = {"calibrated rounding", "scales of weights' rows"}
 
-IN_FLOAT8 = {
-    "columns of weights in float8",
-    "rounding to float8",
-    "rows of weights in float8",
-}
+IN_FLOAT8 = {"columns of weights in float8", "rounding to float8", "rows of weights in float8"}
 
 
 def all_ops() -> dict[str, Op[Any, Any]]:

@@ -24,5 +24,4 @@ OTHERS = (*RECURRENT, *CHANGES)
 def config_of(family: str) -> dict[str, Any]:
     if family in CHANGES:
         return SIZES | CHANGES[family] | {"model_type": family}
-    content: dict[str, Any] = FAMILIES[family].config(family).to_dict()
-    return content
+    return FAMILIES[family].config(family).to_dict()

@@ -108,7 +108,7 @@ def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 def compressed_checkpoint(folder: Path, scheme: str) -> Path:
     """Save a tiny llama as compressed-tensors itself does, by one of its schemes (`W4A16`, ...)."""
-    sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256}
+    sizes = {"hidden_size": 128, "intermediate_size": 256}
     tiny_llama(folder, **sizes, num_attention_heads=8, num_key_value_heads=8)
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     config = QuantizationConfig(config_groups={scheme: ["Linear"]}, ignore=["lm_head"])

@@ -21,7 +21,7 @@ PLANNED = {
 
 def make_plan(**changes: Any) -> StepPlan:
     """The plan of one CPU process with a row at a time, all layers recomputed."""
-    fields: dict[str, Any] = {
+    fields = {
         "device": "cpu",
         "processes": 1,
         "micro_batch_size": 1,
@@ -38,14 +38,14 @@ def make_plan(**changes: Any) -> StepPlan:
 def tried_plan(**changes: Any) -> TriedPlan:
     """A chosen plan with a row at a time, nothing offloaded; changes: of its figures, or fields of
     the plan."""
-    choice: dict[str, Any] = {
+    choice = {
         "micro_batch_size": 1,
         "activation_checkpointing": True,
         "offload_activations": False,
         "offload_layers": 0,
         "reshard_after_forward": True,
     }
-    figures: dict[str, Any] = {
+    figures = {
         "host_bytes": 2**32,
         "peak_bytes": 2**31,
         "relative_time": 1.0,
@@ -59,7 +59,7 @@ def tried_plan(**changes: Any) -> TriedPlan:
 
 def make_forecast(**changes: Any) -> Forecast:
     """The forecast of two CPU processes with two rows at a time: a peak of 2 GiB of 4 GiB."""
-    fields: dict[str, Any] = {
+    fields = {
         "verdict": "fits",
         "reason": "micro-batch 2 needs 2.00 of 4.00 GiB",
         "plan": make_plan(processes=2, micro_batch_size=2),

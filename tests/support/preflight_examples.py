@@ -18,18 +18,18 @@ GPU_24 = 24 * 2**30
 SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PATHS = tuple(f"{'self_attn' if place < 4 else 'mlp'}.{name}" for place, name in enumerate(SEVEN))
 
+
+def llama_config(*sizes: int, **changes: Any) -> dict[str, Any]:
+    """The config.json of a Llama; sizes: hidden, of the feed-forward, layers, heads, heads of keys,
+    vocabulary."""
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    named = dict(zip((*names, "num_key_value_heads", "vocab_size"), sizes, strict=True))
+    others = {"max_position_embeddings": 8192, "tie_word_embeddings": False}
+    return {"model_type": "llama"} | named | others | changes
+
+
 # Sizes that no power of two divides; 3 layers; grouped-query heads.
-TINY: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 30,
-    "intermediate_size": 46,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 3,
-    "num_key_value_heads": 1,
-    "vocab_size": 101,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": False,
-}
+TINY = llama_config(30, 46, 3, 3, 1, 101, max_position_embeddings=128)
 
 
 def llama_shape(
@@ -91,7 +91,7 @@ def llama_405b() -> ModelShape:
 def setup(**changes: Any) -> StepPlan:
     """Two processes, one row of 2,048 tokens, rank 16 on all linears, bf16, recomputation, flash
     attention."""
-    settings: dict[str, Any] = {
+    settings = {
         "processes": 2,
         "micro_batch_size": 1,
         "seq_len": 2048,
@@ -103,7 +103,7 @@ def setup(**changes: Any) -> StepPlan:
 
 def machine(**changes: Any) -> Machine:
     """Two RTX 4090."""
-    settings: dict[str, Any] = {
+    settings = {
         "device": "cuda",
         "processes": 2,
         "gpu_names": ("NVIDIA GeForce RTX 4090",) * 2,
@@ -116,7 +116,7 @@ def machine(**changes: Any) -> Machine:
 
 def cpu_machine(**changes: Any) -> Machine:
     """Three CPU processes on 16 GiB."""
-    settings: dict[str, Any] = {"device": "cpu", "processes": 3, "gpu_names": (), "gpu_bytes": None}
+    settings = {"device": "cpu", "processes": 3, "gpu_names": (), "gpu_bytes": None}
     return machine(**(settings | {"host_bytes": 16 * 2**30, "flash_attention": False} | changes))
 
 
@@ -135,10 +135,7 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         "input_layernorm": (h,),
         "post_attention_layernorm": (h,),
     }
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (config["vocab_size"], h),
-        "model.norm.weight": (h,),
-    }
+    shapes = {"model.embed_tokens.weight": (config["vocab_size"], h), "model.norm.weight": (h,)}
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (config["vocab_size"], h)
     for number in range(config["num_hidden_layers"]):

@@ -319,7 +319,7 @@ def _shares_library(arguments: list[str], places: list[str]) -> bool:
 def end_at_once(status: int) -> NoReturn:
     """End as Python does, but leave all memory to the system: to take the packages apart copies
     what is shared with the server, and takes longer than many a stage."""
-    threading._shutdown()  # type: ignore[attr-defined]
+    threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

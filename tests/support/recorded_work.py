@@ -108,7 +108,7 @@ class Step:
 def timed_lines() -> list[dict[str, Any]]:
     """Return measurements that say what the engine of today takes: the last one of each GPU, sizes
     and plan, since `SINCE` or of an engine that asks for as much memory as today's."""
-    last: dict[str, dict[str, Any]] = {}
+    last = {}
     for line in sorted(all_lines(), key=_created):
         if line.get("peer") or not (line.get("measured") or {}).get("step_s"):
             continue
@@ -193,7 +193,7 @@ def _key(line: dict[str, Any]) -> str:
 @cache
 def kept_work() -> dict[str, dict[str, Any]]:
     """Return what is kept: the number of layers and the work, by key."""
-    document: dict[str, dict[str, Any]] = {}
+    document = {}
     if FILE.is_file():
         document = json.loads(gzip.decompress(FILE.read_bytes()))
     return document

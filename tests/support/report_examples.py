@@ -241,7 +241,7 @@ def evaluation(run: str, subject: str) -> dict[str, Any]:
         "base": "The function the function the function returns the function.",
         "tuned": "Return a copy of the list, sorted in ascending order.",
     }
-    result: dict[str, Any] = {
+    result = {
         "subject": subject,
         "run": run,
         "served": tuned,
@@ -409,10 +409,10 @@ def add_gguf(folder: Path) -> None:
     write_checked_json(folder / "convert_gguf" / "gguf.json", document)
 
 
-def rewards(accuracy: float, *, of: str = "pairs", ratio: bool = True) -> dict[str, Any]:
+def rewards(accuracy: float, *, ratio: bool = True) -> dict[str, Any]:
     """Return what a subject prefers; ratio: there is a reference."""
     found = {
-        "of": of,
+        "of": "pairs",
         "examples": 61,
         "accuracy": accuracy,
         "accuracy_ci95": [accuracy - 0.0625, accuracy + 0.0625],
@@ -461,12 +461,12 @@ def add_preferences(
         )
 
 
-def add_subject(folder: Path, subject: str, *, loss: float, served: bool = False) -> None:
+def add_subject(folder: Path, subject: str, *, loss: float) -> None:
     """Add an evaluation to the run in `folder`: the tuned one's with this held-out loss, compared
     with all that are there."""
     measured = (folder / "evaluate_run").glob("*.json")
     others = {path.stem: read_checked_json(path) for path in measured}
-    document = others["tuned"] | {"subject": subject, "served": served}
+    document = others["tuned"] | {"subject": subject, "served": False}
     document["heldout"] = document["heldout"] | {"loss": loss}
     document["comparisons"] = {
         name: compared(other, loss=loss)

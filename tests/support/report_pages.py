@@ -18,11 +18,11 @@ class Page(html.parser.HTMLParser):
 
     def __init__(self, source: str) -> None:
         super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.text: list[str] = []
-        self.numbers: set[float] = set()
-        self.scripts: list[str] = []
-        self.open: list[str] = []
+        self.elements = []
+        self.text = []
+        self.numbers = set()
+        self.scripts = []
+        self.open = []
         self.feed(source)
         self.close()
 

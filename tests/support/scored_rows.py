@@ -1,7 +1,6 @@
 """Rows of packed documents with what a model is said to say of them, for tests of objectives."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -51,7 +50,7 @@ def prompted_rows(examples: str) -> TokenStore:
     named = {f"train.{name}.npy": array for name, array in arrays.items()}
     named |= {f"heldout.{name}.npy": array for name, array in heldout.items()}
     store = TokenStore(manifest={"examples": examples}, arrays=named)
-    return store.with_scores(DrawnScores(mask, top_k=0))  # type: ignore[arg-type]
+    return store.with_scores(DrawnScores(mask, top_k=0))
 
 
 class DrawnScores:
@@ -136,7 +135,7 @@ def scored_rows(
             desirable[row, span] = (row + number // 2) % 3 > 0
             start = span.stop
         positions[row, start:] = np.arange(SEQ_LEN - start)
-    arrays: dict[str, Any] = {
+    arrays = {
         "train.input_ids.npy": draw.integers(0, VOCAB, shape, dtype=np.uint32),
         "train.loss_mask.npy": mask,
         "train.position_ids.npy": positions,
@@ -156,4 +155,4 @@ def scored_rows(
         arrays["train.weights.npy"] = mask * drawn
     manifest = {"examples": examples} | heldout_from(answers=len(lengths))
     store = TokenStore(manifest=manifest, arrays=arrays)
-    return store.with_scores(DrawnScores(mask, top_k=top_k))  # type: ignore[arg-type]
+    return store.with_scores(DrawnScores(mask, top_k=top_k))

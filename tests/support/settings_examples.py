@@ -3,17 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-import pytest
-
+from tests.support.refusals import refusal
 from workflow.lib.settings.config import RunConfig, load_config
-from workflow.lib.system.errors import UserError
 
 
 def message(document: Mapping[str, Any]) -> list[str]:
     """Return the lines of the refusal of a document, without the headline."""
-    with pytest.raises(UserError) as refusal:
-        load_config(document)
-    headline, *lines = str(refusal.value).splitlines()
+    headline, *lines = refusal(load_config, document).splitlines()
     assert headline == "the settings are not valid:"
     return [line.strip() for line in lines]
 

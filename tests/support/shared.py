@@ -49,7 +49,7 @@ def reserved_ports(count: int, among: Iterable[int] | None = None) -> Iterator[l
     (socket(7))."""
     candidates = iter(among) if among is not None else iter([0] * count)
     with ExitStack() as stack:
-        ports: list[int] = []
+        ports = []
         while len(ports) < count:
             one = stack.enter_context(socket.socket())
             with suppress(OSError):  # in use

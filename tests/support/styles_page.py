@@ -86,8 +86,8 @@ def read_style(name: str, examples: Examples = "texts") -> Read:
         present, format="auto", columns=DataColumns(), setting="data.train", examples=examples
     )
     keys = KeyAccount(template_keys=keys_in_template(TEMPLATE))
-    given: dict[str, Any] = {"format": format, "columns": columns, "keys": keys}
-    rows: list[Conversation | Judged | str] = []
+    given = {"format": format, "columns": columns, "keys": keys}
+    rows = []
     for row in read_rows(path, setting="data.train"):
         assert isinstance(row, Row)
         try:

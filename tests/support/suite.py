@@ -70,18 +70,18 @@ def draw_otherwise(draw: int) -> None:
             return super().manual_seed(seed + draw)
 
     torch.manual_seed = torch.random.manual_seed = manual_seed
-    torch.Generator = Generator  # type: ignore[misc]
+    torch.Generator = Generator
 
 
 class Recorder:
     """Counts what is reported, and writes the summary at the end."""
 
     def __init__(self, config: pytest.Config) -> None:
-        self.path: Path = config.getoption("--summary")
+        self.path = config.getoption("--summary")
         self.began = time.monotonic()
-        self.outcomes: Counter[str] = Counter()
-        self.failures: list[str] = []
-        self.files: Counter[str] = Counter()
+        self.outcomes = Counter()
+        self.failures = []
+        self.files = Counter()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.files[report.nodeid.partition("::")[0]] += report.duration

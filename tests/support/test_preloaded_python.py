@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 import pytest
 
 from tests.support.preloaded_python import SETTLED, VARIABLE, preloaded_python
@@ -137,7 +137,6 @@ def waiting(checkout: Path) -> tuple["subprocess.Popen[str]", psutil.Process]:
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert process.stdout is not None
     return process, psutil.Process(int(process.stdout.readline()))
 
 

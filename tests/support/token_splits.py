@@ -29,7 +29,7 @@ def split_of(folder: Path, name: str, documents: Sequence[Document]) -> Split:
         ids, mask = documents[row.number]
         return [Encoded(ids, mask, held_special_text=False)]
 
-    shards: list[Shard] = []
+    shards = []
     for first in range(0, len(documents), PER_SHARD):
         rows = [Row(n, {}) for n in range(first, min(first + PER_SHARD, len(documents)))]
         stem = folder / f"{name}-{first}"
@@ -58,7 +58,7 @@ class Words:
     """Numbers words from 1 on; 0 begins and ends every turn and is no word."""
 
     def __init__(self) -> None:
-        self._numbers: dict[str, int] = {}
+        self._numbers = {}
 
     def conversation(self, *turns: Turn) -> Document:
         """The document of some turns, of which the answers are trained."""

@@ -41,14 +41,12 @@ class Stage:
         self.folder = folder
         self.tokenizer = tokenizer
         self.train = save_rows(folder / "train.jsonl", rows(NUM_TRAIN))
-        self.heldout: Path | None = save_rows(
-            folder / "heldout.jsonl", rows(NUM_HELDOUT, start=1000)
-        )
+        self.heldout = save_rows(folder / "heldout.jsonl", rows(NUM_HELDOUT, start=1000))
         self.output = folder / "tokens"
         self.rejects = folder / "tokens.rejects.jsonl"
         self.processes = 1
         self.examples = "texts"
-        self.asked: dict[str, Any] = {}
+        self.asked = {}
         self.dataset = Path()
 
     def config(self, **settings: Any) -> dict[str, Any]:
@@ -99,5 +97,4 @@ def expected_ids(stage: Stage, row: dict[str, Any]) -> list[int]:
         {"role": "user", "content": row["prompt"]},
         {"role": "assistant", "content": row["completion"]},
     ]
-    ids: list[int] = _tokenizer(stage.tokenizer).apply_chat_template(messages)["input_ids"]
-    return ids
+    return _tokenizer(stage.tokenizer).apply_chat_template(messages)["input_ids"]

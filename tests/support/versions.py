@@ -68,7 +68,7 @@ def installed(folder: Path, versions: dict[str, str]) -> Path:
 
 def required(name: str) -> list[str]:
     """Return the packages of a file of envs/ and of those that it names."""
-    packages: list[str] = []
+    packages = []
     for line in (ROOT / "envs" / name).read_text(encoding="utf-8").splitlines():
         if line.startswith("-r "):
             packages += required(line.removeprefix("-r "))

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 import yaml
 
 from tests.support.preloaded_python import SETTLED, preloaded_python
@@ -27,6 +27,7 @@ from workflow.lib.settings.config import merge
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TARGETS = ("all", "tokenize", "preflight", "train", "evaluate", "report", "certify")
+ADAPTER = "adapter/adapter_model.safetensors"
 TIMEOUT_S = 1800.0  # of one command, on a busy machine
 
 # Small on purpose: two processes, six steps. The random model needs a high rate to move at all.
@@ -102,8 +103,7 @@ class Project:
 
     @property
     def settings(self) -> dict[str, Any]:
-        loaded: dict[str, Any] = yaml.safe_load((self.root / "config.yaml").read_text())
-        return loaded
+        return yaml.safe_load((self.root / "config.yaml").read_text())
 
     def write_settings(self, settings: Mapping[str, Any]) -> None:
         """Replace `config.yaml`; the order of keys is kept."""
@@ -164,7 +164,7 @@ class Project:
     def plan(self, *arguments: str) -> dict[str, list[Job]]:
         """Return what a dry run would do, by rule; the targets themselves are left out."""
         done = self.run("--dry-run", *arguments)
-        plan: dict[str, list[Job]] = {}
+        plan = {}
         for job in parse_jobs(done.output):
             plan.setdefault(job.rule, []).append(job)
         assert bool(plan) != done.nothing_to_do, done.output
@@ -183,8 +183,7 @@ class Project:
         return self.root / "results" / "runs" / run / stage
 
     def json(self, stage: str, name: str, run: str = "demo") -> dict[str, Any]:
-        loaded: dict[str, Any] = json.loads((self.folder(stage, run) / name).read_text())
-        return loaded
+        return json.loads((self.folder(stage, run) / name).read_text())
 
 
 def parse_jobs(output: str) -> list[Job]:
@@ -205,6 +204,11 @@ def executed(output: str) -> Counter[str]:
     return Counter(rule for rule in rules if rule not in TARGETS)
 
 
+def adapter_bytes(project: Project) -> bytes:
+    """Return the exported adapter of a finished run."""
+    return (project.folder("consolidate") / ADAPTER).read_bytes()
+
+
 def run_folders(project: Project, *, num_steps: int) -> list[Path]:
     plans = project.root.glob("results/checkpoints/*/plan.json")
     return [
@@ -216,7 +220,7 @@ def run_folders(project: Project, *, num_steps: int) -> list[Path]:
 
 def kill_all(process: subprocess.Popen[str]) -> list[psutil.Process]:
     """SIGKILL a process and everything below it, as a power cut does; return what was below."""
-    below: list[psutil.Process] = psutil.Process(process.pid).children(recursive=True)
+    below = psutil.Process(process.pid).children(recursive=True)
     for one in [psutil.Process(process.pid), *below]:
         one.send_signal(signal.SIGKILL)
     process.communicate()

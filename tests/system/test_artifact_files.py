@@ -1,7 +1,6 @@
 """JSON artifacts: a flipped bit, a lost end or a missing file is refused by name, never read."""
 
 import random
-from typing import Any
 
 import pytest
 
@@ -9,7 +8,7 @@ from workflow.lib.system.artifact_files import read_artifact, read_lines, write_
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import write_checked_json
 
-VALUE: dict[str, Any] = {"loss": 1.25, "name": "Grüße", "sizes": {10: 1, 9: 2}, "pair": (1, 2)}
+VALUE = {"loss": 1.25, "name": "Grüße", "sizes": {10: 1, 9: 2}, "pair": (1, 2)}
 READ = {"loss": 1.25, "name": "Grüße", "sizes": {"10": 1, "9": 2}, "pair": [1, 2]}
 
 

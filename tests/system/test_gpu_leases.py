@@ -41,7 +41,7 @@ def wait_for(folder, lines):
 
 def held_over_time(folder):
     """Return the cards of every job at work, after each line of the journal."""
-    held: dict[str, set[str]] = {}
+    held = {}
     states = []
     for sign, process, names in journal(folder):
         held = (
@@ -99,7 +99,7 @@ def test_cards_that_other_programs_use_are_not_taken(tmp_path):
 def test_wait_says_which_card_is_in_use(tmp_path):
     """The other program ends after the first look."""
     looks = iter([cards(used_bytes=3 * 2**30)[:1], cards()[:1]])
-    said: list[str] = []
+    said = []
     lease(1, gpus=lambda: next(looks), folder=tmp_path / "locks", waiting=said.append)
     assert said == ["waiting for 1 of 1 GPU(s): GPU-0 has 3.0 GiB in use by another program"]
 
@@ -177,7 +177,6 @@ def test_lock_stays_with_the_program_that_takes_the_process_place(tmp_path):
         [sys.executable, "-c", program],
         cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip
-    assert stage.stdout is not None
     assert stage.stdout.readline() == b"leased\n"
     other = start_holder(tmp_path, 1, seconds=0)
     with pytest.raises(subprocess.TimeoutExpired):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.refusals import refusal
 from tests.support.workflow_project import REPOSITORY
 from workflow.lib.planning.machine import num_processes, requested_processes
 from workflow.lib.settings.config import HardwareConfig
@@ -40,7 +41,7 @@ def test_cpu_that_multiplies_bfloat16_is_known_by_its_flags(tmp_path, line, expe
 needs_gpu = pytest.mark.skipif(not visible_gpus(), reason="no GPU is visible")
 
 # What the driver reports on a machine with three GPUs: handles by index and by UUID.
-GPUS: dict[str, object] = {
+GPUS = {
     "GPU-aaaa-1": "first",
     "GPU-aabb-2": "second",
     "GPU-cccc-3": "third",
@@ -82,9 +83,7 @@ def test_auto_without_visible_gpus_trains_on_the_cpu(monkeypatch):
 
 def test_more_gpus_than_visible_says_how_many_there_are(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(UserError) as refusal:
-        num_processes(HardwareConfig(gpus=2))
-    assert str(refusal.value) == (
+    assert refusal(num_processes, HardwareConfig(gpus=2)) == (
         "hardware.gpus = 2: this machine shows 0 GPU(s). Set it to that number or below, or to "
         "auto; 0 trains on the CPU. To plan for a cluster's GPUs, name them in hardware.gpu_model."
     )

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.refusals import refusal
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.input_files import read_input, why_unreadable
 
@@ -36,9 +37,9 @@ KINDS = {
 @pytest.mark.parametrize(("path", "said"), KINDS.items(), ids=[name[:9] for name in KINDS])
 def test_what_cannot_be_read_is_named_by_its_kind(here, path, said):
     assert said in str(why_unreadable(Path(path)))
-    with pytest.raises(UserError) as refusal:
-        read_input(Path(path))
-    assert str(refusal.value).startswith(f"{path}: it is " if "it is" in said else f"{path}: ")
+    assert refusal(read_input, Path(path)).startswith(
+        f"{path}: it is " if "it is" in said else f"{path}: "
+    )
 
 
 def test_text_beyond_the_bound_is_not_read(here):

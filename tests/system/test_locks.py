@@ -27,7 +27,6 @@ def start_holder(path, *, seconds):
     root = str(Path(__file__).parents[2])
     script = HOLDER.format(root=root, path=str(path), seconds=seconds)
     holder = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    assert holder.stdout is not None
     assert holder.stdout.readline() == "held\n"
     return holder
 

@@ -33,7 +33,7 @@ def test_line_of_work_without_known_end_tells_what_is_done():
 class Terminal(io.StringIO):
     """Says that it is one."""
 
-    def isatty(self) -> bool:
+    def isatty(self):
         return True
 
 
@@ -51,12 +51,12 @@ def test_what_is_done_is_shown_as_a_bar_on_a_terminal():
 class Lines(logging.Handler):
     """Waits for lines of the log."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.lines: list[str] = []
+        self.lines = []
         self.second = threading.Event()
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def emit(self, record):
         self.lines.append(record.getMessage())
         if len(self.lines) == 2:
             self.second.set()

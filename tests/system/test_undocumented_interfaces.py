@@ -53,7 +53,7 @@ def test_every_private_attribute_of_packages_in_the_library_is_listed():
     parts = [(*re.split(r"[.:()]+", used.owner), used.name) for used in every]
     listed = {name for names in parts for name in names}
     own = {"_passed", "_eager"}
-    files: dict[str, str] = {}
+    files = {}
     for path in sorted((ROOT / "workflow" / "lib").rglob("*.py")):
         text = path.read_text(encoding="utf-8")
         defined = set(re.findall(r"(?:def |self\.|    )(_[a-z]\w*)", text))

@@ -13,8 +13,14 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from tests.support.chaos import TO_TORCHRUN, complete, differences, storm
-from tests.support.finished_runs import adapter_bytes
-from tests.support.workflow_project import STEPS, TIMEOUT_S, Finished, Project, run_folders
+from tests.support.workflow_project import (
+    STEPS,
+    TIMEOUT_S,
+    Finished,
+    Project,
+    adapter_bytes,
+    run_folders,
+)
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tests.support.finished_runs import adapter_bytes
 from tests.support.workflow_project import (
     STEPS,
     Project,
+    adapter_bytes,
     copy_of_repository,
     executed,
     make_project,

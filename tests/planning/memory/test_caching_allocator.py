@@ -37,7 +37,7 @@ def test_small_requests_share_pages_of_2_mib_and_large_ones_of_20():
 
 def test_released_memory_serves_the_next_request_of_its_stream_only():
     allocator, (block,) = served(20 * MIB)
-    allocator.release(block)  # type: ignore[arg-type]
+    allocator.release(block)
     allocator.allocate(20 * MIB, stream="one")
     assert allocator.reserved == LARGE_PAGE
     allocator.allocate(1, stream="one")
@@ -48,7 +48,7 @@ def test_released_memory_serves_the_next_request_of_its_stream_only():
 def test_free_neighbours_become_one_block():
     allocator, blocks = served(10 * MIB, 10 * MIB, 20 * MIB)
     for block in blocks[:2]:
-        allocator.release(block)  # type: ignore[arg-type]
+        allocator.release(block)
     allocator.allocate(20 * MIB, stream="one")
     assert allocator.reserved == 2 * LARGE_PAGE
 
@@ -56,7 +56,7 @@ def test_free_neighbours_become_one_block():
 def test_smallest_block_that_holds_a_request_is_taken():
     allocator, blocks = served(60 * MIB, 2 * MIB, 40 * MIB, 2 * MIB, 16 * MIB)
     for block in (blocks[0], blocks[2]):
-        allocator.release(block)  # type: ignore[arg-type]
+        allocator.release(block)
     allocator.allocate(35 * MIB, stream="one")
     allocator.allocate(60 * MIB, stream="one")
     assert allocator.reserved == 120 * MIB
@@ -70,7 +70,7 @@ def test_segment_grows_by_what_its_free_end_lacks():
 
 def test_free_pages_are_given_back_before_a_limit_is_passed():
     allocator, blocks = served(40 * MIB, 2 * MIB, limit=80 * MIB)
-    allocator.release(blocks[0])  # type: ignore[arg-type]
+    allocator.release(blocks[0])
     allocator.allocate(40 * MIB, stream="other")
     assert (allocator.reserved, allocator.lacking) == (60 * MIB, 0)
 
@@ -83,7 +83,7 @@ def test_what_a_limit_lacks_is_noted():
 
 def test_given_back_addresses_are_used_again():
     allocator, blocks = served(40 * MIB, 20 * MIB, limit=100 * MIB)
-    allocator.release(blocks[0])  # type: ignore[arg-type]
+    allocator.release(blocks[0])
     other = allocator.allocate(80 * MIB, stream="other")  # gives back the 40
     allocator.release(other)
     again = allocator.allocate(40 * MIB, stream="one")  # and this the 80

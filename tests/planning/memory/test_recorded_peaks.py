@@ -1,16 +1,13 @@
 """Peaks of plans by a few recordings and lines between them: which are recorded, and that what is
 straight is predicted exactly."""
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from tests.support.preflight_examples import setup
 from workflow.lib.planning.memory.peaks import Peaks, combined
 from workflow.lib.planning.memory.recorded_peaks import RecordedPeaks
-from workflow.lib.step_plan.plan import StepPlan
 
 LAYERS, LEVELS = 16, [False, 8, 4, 3, 2, 0.625, 0.75, True]
 
@@ -18,10 +15,10 @@ LAYERS, LEVELS = 16, [False, 8, 4, 3, 2, 0.625, 0.75, True]
 class Straight:
     """Records peaks that are straight in all that a search varies, and what it was asked for."""
 
-    def __init__(self) -> None:
-        self.asked: list[StepPlan] = []
+    def __init__(self):
+        self.asked = []
 
-    def __call__(self, plans: Sequence[StepPlan]) -> list[Peaks]:
+    def __call__(self, plans):
         self.asked += plans
         return [straight(plan) for plan in plans]
 
@@ -45,7 +42,7 @@ def straight(plan):
 
 
 def lines(record, **changes):
-    values: dict[str, Any] = {"rows": [1, 2, 4, 8], "levels": LEVELS, "num_layers": LAYERS}
+    values = {"rows": [1, 2, 4, 8], "levels": LEVELS, "num_layers": LAYERS}
     return RecordedPeaks(setup(), record, **values | changes)
 
 

@@ -25,8 +25,6 @@ MODELS = ("meta-llama/Llama-3.1-8B", "Qwen/Qwen3-0.6B", "Qwen/Qwen3-30B-A3B")
 @pytest.mark.parametrize("on_host", [False, True])
 def test_what_a_recorded_plan_takes_is_never_said_to_be_too_little(name, processes, on_host):
     config, shape = known_config(name), known_shape(name)
-    assert config is not None
-    assert shape is not None
     run = settings_of([], seq_len=2048, rank=16, processes=processes, batch=None)
     gpus = imagined_machine(processes, BY_NAME["NVIDIA GeForce RTX 4090"])
     plan = replace(
@@ -34,9 +32,8 @@ def test_what_a_recorded_plan_takes_is_never_said_to_be_too_little(name, process
         accumulation_steps=16 // processes,
         offload_layers=on_host * shape.num_layers,
     )
-    recorder = PlanRecorder(None, config, shape)  # type: ignore[arg-type]
+    recorder = PlanRecorder(None, config, shape)
     peaks = known_peaks(config, recorder.asked(plan), checked=True)
-    assert peaks is not None
     host = host_bytes(shape, plan, gpus, peaks)
     limits = budget(HardwareConfig(), replace(gpus, gpu_bytes=0, host_bytes=host))
     needed = peaks.allocated_bytes + limits.outside_allocator_bytes + limits.margin_bytes
@@ -53,7 +50,6 @@ def test_packed_weights_have_what_gpus_and_host_have_room_for():
     assert certain_lack(shape, plan, on, limits) is None
     little = replace(limits, host_capacity_bytes=16 * GIB)
     lack = certain_lack(shape, plan, on, little)
-    assert lack is not None
     assert "GiB and has 16.00" in lack
     unknown = replace(limits, host_capacity_bytes=None)
     assert certain_lack(shape, plan, on, unknown) is None

@@ -8,12 +8,7 @@ import pytest
 from tests.support.decisions import decided, llama_8b, run_config
 from tests.support.preflight_examples import machine, token_counts
 from workflow.lib.planning.preflight.forecast import forecast
-from workflow.lib.planning.preflight.machine_table import (
-    Answer,
-    MachineTable,
-    Offer,
-    machine_table,
-)
+from workflow.lib.planning.preflight.machine_table import Answer, MachineTable, Offer, machine_table
 from workflow.lib.system.errors import UserError
 
 

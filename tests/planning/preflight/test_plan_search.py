@@ -17,7 +17,7 @@ from tests.support.preflight_examples import (
 from workflow.lib.planning.machine import imagined_machine
 from workflow.lib.planning.memory.recorded_peaks import RecordedPeaks
 from workflow.lib.planning.preflight.budget import budget
-from workflow.lib.planning.preflight.decision import Decision, decide
+from workflow.lib.planning.preflight.decision import decide
 from workflow.lib.planning.preflight.plan_search import (
     UNSURE,
     Choices,
@@ -149,7 +149,7 @@ def test_search_of_a_405b_is_a_few_million_calls():
     shape, run = llama_405b(), run_config(train={"global_batch_size": 1024})
     on = imagined_machine(8, BY_NAME["NVIDIA H100 80GB HBM3"])
     record, tokens = MadeUpMemory(shape), token_counts(seq_len=2048)
-    found: list[Decision] = []
+    found = []
     calls = num_calls(
         lambda: found.append(
             decide(run, shape, on, tokens, disk_free_bytes=None, record=record, estimate=True)

@@ -13,6 +13,7 @@ from tests.support.decisions import decided, llama_8b, run_config
 from tests.support.families import FAMILIES
 from tests.support.other_decoders import MIXTURES, config_of
 from tests.support.preflight_examples import machine, setup
+from tests.support.refusals import refusal
 from workflow.lib.model.architecture.attention_needs import attention_needs as config_needs
 from workflow.lib.model.architecture.shipped_shapes import known_config, known_models, known_shape
 from workflow.lib.model.describe_model import describe_config
@@ -112,8 +113,6 @@ def test_shipped_models_get_the_attention_that_training_gives_them():
     wrong = []
     for name in sorted(set(known_models().values())):
         config, shape = known_config(name), known_shape(name)
-        assert config is not None
-        assert shape is not None
         if attention_needs(shape) != config_needs(AutoConfig.for_model(**config).to_dict()):
             wrong.append(name)
     assert wrong == []
@@ -188,9 +187,7 @@ def test_rank_of_a_name_is_the_largest_of_its_layers():
 
 
 def test_groups_that_leave_a_process_over_are_refused():
-    with pytest.raises(UserError) as caught:
-        shard_size(4, processes=6)
-    assert str(caught.value) == (
+    assert refusal(shard_size, 4, processes=6) == (
         "hardware.shard_size = 4: must divide the 6 processes of the run into equal groups. Set it "
         "to 2, 3, 6, or auto."
     )

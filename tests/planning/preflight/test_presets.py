@@ -6,34 +6,26 @@ Their models are described among the shipped ones."""
 import math
 import re
 from functools import cache
-from typing import Any
 
 import pytest
 import yaml
 
-from tests.support.preset_texts import (
-    PRESETS,
-    PROMISES,
-    decided,
-    only_run,
-    preset,
-    promised,
-    shape_of,
-)
+from tests.support.preset_texts import CARDS, PRESETS, decided, only_run, preset, promised
 from tests.support.recordings import forked_recordings
 from workflow.lib.artifacts.local_inputs import check_local_paths
+from workflow.lib.model.architecture.shipped_shapes import known_shape
 from workflow.lib.settings.config import Config, is_hub_id, load_config, merge
 
 # Recordings of these take as long as those of all others: `python -m tests.support.preset_texts`
 # writes the lines of all.
 LONG = ("gpt-oss-120b-4x24gb", "glm-4.5-air-4x24gb", "mixtral-8x7b-2x24gb")
-RECORDED = [name for name in PROMISES if name not in LONG]
+RECORDED = [name for name in CARDS if name not in LONG]
 
 
 @cache
 def decisions():
     with forked_recordings() as process:
-        return {name: decided(PROMISES[name], only_run(name), process) for name in RECORDED}
+        return {name: decided(name, process) for name in RECORDED}
 
 
 def changed(document, path=""):
@@ -45,20 +37,10 @@ def changed(document, path=""):
 
 
 def setting(document, path):
-    value: Any = document
+    value = document
     for key in path.split("."):
         value = value[key]
     return value
-
-
-def test_every_preset_for_gpus_has_a_promise_here():
-    assert {path.stem for path in PRESETS} == {
-        *PROMISES,
-        "sweep-demo",
-        "mixture-demo",
-        "preferences-demo",
-        "teacher-demo",
-    }
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
@@ -100,17 +82,12 @@ def test_preset_says_what_preflight_says(name):
     assert line in lines, f"run python -m tests.support.preset_texts: {name}.yaml should say {line}"
 
 
-@pytest.mark.parametrize("name", PROMISES)
-def test_preset_asks_for_the_gpus_that_it_names(name):
-    assert only_run(name).hardware.gpus == PROMISES[name].num_gpus
-    assert only_run(name).model.source == PROMISES[name].model
-    assert is_hub_id(PROMISES[name].model)
-
-
-@pytest.mark.parametrize("name", PROMISES)
-def test_rows_of_preset_fit_the_model_positions(name):
-    most = shape_of(PROMISES[name].model).max_position_embeddings
-    assert only_run(name).data.seq_len <= most
+@pytest.mark.parametrize("name", CARDS)
+def test_preset_asks_for_the_gpus_of_its_name_and_rows_that_its_model_has_positions_for(name):
+    run = only_run(name)
+    assert re.search(r"-(\d+)(?:x\d+gb|gpu)$", name)[1] == str(run.hardware.gpus)
+    assert is_hub_id(run.model.source)
+    assert run.data.seq_len <= known_shape(run.model.source).max_position_embeddings
 
 
 @pytest.mark.parametrize(
@@ -119,7 +96,7 @@ def test_rows_of_preset_fit_the_model_positions(name):
      ("llama3-405b-8x80gb", 405.85)],
 )  # fmt: skip
 def test_model_has_as_many_parameters_as_published(name, billions):
-    shape = shape_of(PROMISES[name].model)
+    shape = known_shape(only_run(name).model.source)
     total = shape.quantized_weights + shape.plain_weights
     assert math.isclose(total / 1e9, billions, rel_tol=1e-3)
 

@@ -3,7 +3,6 @@ refuse."""
 
 import re
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -102,7 +101,7 @@ def test_vocabulary_larger_than_the_embedding_is_refused():
 TWO = {"gpus": 2}
 UNTIED = llama_70b()
 # Of these, what stands first is known of the model alone; the rest needs the number of processes.
-IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
+IMPOSSIBLE = [
     ({"data": {"seq_len": 2**18}}, "data.seq_len = 262144: the model's max_position_embeddings is"),
     ({"lora": {"target_modules": ["qq"]}}, "lora.target_modules = 'qq': no linear layer"),
     ({"lora": {"modules_to_save": ["norm"]}}, "lora.modules_to_save = 'norm': only the output"),

@@ -1,7 +1,5 @@
 """Changes of single settings that would make a run fit."""
 
-from typing import Any
-
 from tests.support.decisions import llama_8b, run_config
 from tests.support.made_up_memory import MadeUpMemory
 from tests.support.preflight_examples import llama_70b, machine, setup
@@ -31,7 +29,7 @@ def found(shape, plan, on=None, hardware=AUTO, most=99):
 
 def rich(**changes):
     """A plan that has much to save."""
-    values: dict[str, Any] = {
+    values = {
         "micro_batch_size": 4, "activation_checkpointing": False, "dropout": 0.05, "rank": 64,
         "double_quant": False, "reshard_after_forward": False,
     }  # fmt: skip

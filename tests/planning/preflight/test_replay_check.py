@@ -1,20 +1,14 @@
 """The search for a plan, corrected by what was recorded of plans that it has tried."""
 
 from dataclasses import replace
-from typing import Any
 
 from tests.support.decisions import AS_IT_WAS, decided, llama_8b, message
 from tests.support.made_up_memory import MadeUpMemory
 from tests.support.preflight_examples import llama_70b, machine
-from workflow.lib.planning.memory.allocation_tape import Tape
 from workflow.lib.planning.preflight.replay_check import NotRecordedError
-from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.units import GIB
 
-HOSTED: dict[str, Any] = {
-    "hardware": AS_IT_WAS | {"offload_layers": "auto"},
-    "train": {"micro_batch_size": 1},
-}
+HOSTED = {"hardware": AS_IT_WAS | {"offload_layers": "auto"}, "train": {"micro_batch_size": 1}}
 
 
 def test_next_best_plan_is_taken_where_the_best_does_not_fit():
@@ -52,10 +46,10 @@ def test_one_recording_shows_that_no_plan_fits():
 
 
 class Unrecorded(MadeUpMemory):
-    def peaks(self, plans: Any) -> Any:
+    def peaks(self, plans):
         raise NotRecordedError("the engine asks for values")
 
-    def tape(self, plan: StepPlan) -> Tape:
+    def tape(self, plan):
         raise NotRecordedError("the engine asks for values")
 
 

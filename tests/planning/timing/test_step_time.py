@@ -1,7 +1,6 @@
 """Seconds of made-up work by hand, and what runs beside what."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -31,8 +30,8 @@ BACKWARD = {f"{kinds.MATMUL}@10": Amount(2e12, 0.0, 1.0)}
 WORK = Work({"forward": FORWARD, "backward": BACKWARD})
 
 
-def parts(work: Work = WORK, *, plan=GRAPHED, gpu=H200, rates=RATES, **options: Any):
-    settings: dict[str, Any] = {"num_layers": 4, "trained_share": 1.0} | options
+def parts(work=WORK, *, plan=GRAPHED, gpu=H200, rates=RATES, **options):
+    settings = {"num_layers": 4, "trained_share": 1.0} | options
     clock = Clock(gpu, fabric_of(gpu, gpus_per_node=max(2, plan.processes)), rates)
     return clock.parts(work, plan, **settings)
 
@@ -147,7 +146,7 @@ def test_traffic_between_gpus_hides_behind_the_computation_of_its_pass():
     gathers = f"{kinds.GATHER}/2/1{BESIDE}"
     free = replace(RATES, collective=1e-9)
 
-    def late(num_bytes: float) -> float:
+    def late(num_bytes):
         work = summed([(WORK, 1.0), (Work({"forward": {gathers: Amount(0.0, num_bytes, 1.0)}}), 1)])
         return parts(work, plan=plan, rates=free)["waiting_for_other_gpus"]
 
@@ -178,7 +177,7 @@ def test_layer_from_the_host_is_late_by_what_the_layer_before_it_does_not_cover(
     """Forward has a quarter of a second a layer."""
     plan = replace(LAUNCHED, offload_layers=2)
 
-    def late(seconds: float) -> float:
+    def late(seconds):
         brought = Work({"forward": {kinds.FROM_HOST: Amount(0.0, 2e10 * seconds, 2.0)}})
         found = parts(summed([(WORK, 1.0), (brought, 1.0)]), plan=plan)
         return found["waiting_for_the_host"]
@@ -193,8 +192,8 @@ def test_cpu_takes_flop_bytes_and_calls_one_after_the_other():
     assert cpu_seconds(summed([(WORK, 1.0), (moved, 1.0)]), CPU) == pytest.approx(by_hand)
 
 
-def estimated(**changes: Any):
-    settings: dict[str, Any] = {
+def estimated(**changes):
+    settings = {
         "basis": "a table",
         "num_gpus": 1,
         "tokens": 61,
