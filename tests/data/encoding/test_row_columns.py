@@ -96,6 +96,7 @@ def test_texts_of_a_tree_are_texts_if_the_user_says_so():
         (["prompt", "chosen", "rejected"], "data.columns: {completion: chosen}"),
         (["chosen", "rejected"], "data.columns: {messages: chosen}"),
         (["system", "chat"], "data.columns: {text: chat}"),
+        (["question", "solution", "answer"], "{instruction: question, output: solution}"),
     ],
 )
 def test_columns_that_mean_no_format_are_refused_with_what_to_set(columns, setting):
@@ -110,6 +111,8 @@ def test_columns_that_mean_no_format_are_refused_with_what_to_set(columns, setti
         (["conversation", "source"], "texts", "messages", {"messages": "conversation"}),
         (["instruction", "context", "response"], "texts", "alpaca",
          {"input": "context", "output": "response"}),
+        (["inputs", "targets"], "texts", "prompt_completion",
+         {"prompt": "inputs", "completion": "targets"}),
         (["question", "answer"], "texts", "alpaca",
          {"instruction": "question", "output": "answer"}),
         (["instruction", "input", "response"], "texts", "alpaca", {"output": "response"}),
@@ -140,6 +143,27 @@ def test_columns_are_known_by_their_public_names(columns, examples, format, name
         columns, format="auto", columns=DataColumns(), setting="data.train", examples=examples
     )
     assert chosen == (format, DataColumns(**names))
+
+
+@pytest.mark.parametrize(
+    ("columns", "examples", "format", "names"),
+    [
+        (["messages", "problem", "solution"], "texts", "prompt_completion",
+         {"prompt": "problem", "completion": "solution"}),
+        (["messages", "answer"], "texts", "prompt_completion",
+         {"prompt": "messages", "completion": "answer"}),
+        (["messages", "body"], "texts", "text", {"text": "body"}),
+        (["messages", "problem"], "texts", "messages", {"prompt": "problem"}),
+        (["messages", "body"], "texts", "messages", {"system": "body"}),
+        (["q", "chosen", "rejected", "answers"], "pairs", "pairs", {"prompt": "q"}),
+    ],
+)  # fmt: skip
+def test_format_whose_columns_the_user_names_comes_first(columns, examples, format, names):
+    given = DataColumns(**names)
+    chosen = choose_format(
+        columns, format="auto", columns=given, setting="data.train", examples=examples
+    )
+    assert chosen == (format, given)
 
 
 @pytest.mark.parametrize(

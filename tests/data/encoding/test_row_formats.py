@@ -103,6 +103,9 @@ def test_alpaca_input_follows_the_instruction_after_a_blank_line():
         (turn(role=["a"]), "messages", "unknown role: message 2 has ['a']"),
         (turn(content=""), "messages", "empty: content of message 2"),
         (turn(content=[{"type": "text"}]), "messages", "not text: content of message 2 is null"),
+        (turn(content=[{"type": []}]), "messages", "not text: content of message 2 is null"),
+        (turn(content=[{"type": ["x"]}]), "messages", "not text: content of message 2 has a part"),
+        (turn("tool", [{"type": ["x"]}]), "messages", "no assistant turn"),
         (
             turn(content=[{"type": "image_url"}]),
             "messages",

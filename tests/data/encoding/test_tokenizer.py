@@ -1,5 +1,6 @@
 """The tokenizer's own templates: the default, and the one for conversations with tools."""
 
+import json
 from typing import Any
 
 import pytest
@@ -64,6 +65,21 @@ def test_named_templates_without_a_default_are_told(tmp_path):
     tokenizer = saved(tmp_path, {"tool_use": TOOL_TEMPLATE})
     with pytest.raises(UserError, match="only templates named tool_use, and none named default"):
         read_chat_template(tokenizer, None)
+
+
+def test_template_of_the_processor_is_taken_where_the_tokenizer_has_none(tmp_path):
+    assert saved(tmp_path, None).chat_template is None
+    for name, own in [("chat_template.json", "a"), ("processor_config.json", "b")]:
+        digest = tokenizer_sha256(tmp_path)
+        (tmp_path / name).write_text(json.dumps({"chat_template": own}))
+        assert read_chat_template(load_tokenizer(tmp_path), None) == own
+        assert tokenizer_sha256(tmp_path) != digest
+    (tmp_path / "chat_template.jinja").write_text("c")
+    assert load_tokenizer(tmp_path).chat_template == "c"
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "processor_config.json").write_text("[]")
+    with pytest.raises(UserError, match=r"processor_config\.json is no JSON object"):
+        load_tokenizer(tmp_path)
 
 
 def test_digest_of_a_tokenizer_changes_with_each_named_template(tmp_path):

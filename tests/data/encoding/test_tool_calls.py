@@ -88,6 +88,8 @@ CALLS = [{"type": "function", "function": FUNCTION}]
         {"role": "assistant", "tool_calls": [FUNCTION]},
         {"role": "assistant", "function_call": {"name": "f", "arguments": '{"x": 1}'}},
         {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
+        {"role": "tool-call", "content": '{"name": "f", "arguments": {"x": 1}}'},
+        {"role": "assistant", "content": [{"type": "tool_use", "name": "f", "input": {"x": 1}}]},
     ],
 )
 def test_all_spellings_of_a_call_mean_the_same(turn):
@@ -96,12 +98,46 @@ def test_all_spellings_of_a_call_mean_the_same(turn):
 
 
 @pytest.mark.parametrize(
-    ("role", "result"), [("tool", ""), ("function", "1"), ("observation", "1")]
+    ("role", "result"),
+    [("tool", ""), ("function", "1"), ("observation", "1"), ("tool_response", "1")],
 )
 def test_result_of_a_tool_is_a_message_that_may_be_empty(role, result):
     messages = [*EXCHANGE, {"role": role, "content": result, "tool_call_id": "7"}]
     (*_, last) = messages_of({"messages": messages}, "messages")
     assert last == {"role": "tool", "content": result, "tool_call_id": "7"}
+
+
+def test_calls_one_after_the_other_are_of_one_turn():
+    call = {"role": "tool_call", "content": json.dumps(FUNCTION)}
+    talk = [EXCHANGE[0], {**EXCHANGE[1], "reasoning": "hm"}, call, call, {**call, "train": False}]
+    said, apart = messages_of({"messages": talk}, "messages")[1:]
+    assert said == {**EXCHANGE[1], "reasoning": "hm", "tool_calls": CALLS * 2}
+    assert apart["tool_calls"] == CALLS
+    assert len(messages_of({"messages": [call, EXCHANGE[0], call]}, "messages")) == 3
+
+
+def test_blocks_of_anthropic_are_calls_results_and_reasoning():
+    text = [{"type": "text", "text": "a"}]
+    use = [{"type": "tool_use", "id": f"t{n}", "name": "f", "input": {"x": 1}} for n in (1, 2)]
+    result = [{"type": "tool_result", "tool_use_id": t, "content": text} for t in ("t1", "t2")]
+    thought = {"type": "thinking", "thinking": "hm", "signature": "s"}
+    talk = [
+        EXCHANGE[0],
+        {"role": "assistant", "content": [thought, *text, *use]},
+        {"role": "user", "content": [*result, {"type": "text", "text": "q"}]},
+        EXCHANGE[1],
+        {"role": "user", "content": result[:1]},
+    ]
+    made = [{"role": "tool", "content": "a", "tool_call_id": f"t{n}"} for n in (1, 2)]
+    value = {"messages": talk, "system": [{"type": "text", "text": "s"}]}
+    assert messages_of(value, "messages") == [
+        {"role": "system", "content": "s"},
+        EXCHANGE[0],
+        {**EXCHANGE[1], "tool_calls": [{"id": u["id"], **CALLS[0]} for u in use], "thinking": "hm"},
+        *made,
+        *EXCHANGE,
+        made[0],
+    ]
 
 
 @pytest.mark.parametrize("spelling", [

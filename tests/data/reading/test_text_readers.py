@@ -101,6 +101,7 @@ def test_semicolons_part_the_fields_where_the_header_has_no_comma(tmp_path):
     assert read(write(tmp_path / "a.csv", text)) == [
         Row(1, {"question": "How; and why, if at all?", "answer": "1,5"})
     ]
+    assert read(write(tmp_path / "c.csv", text.replace("\n", "\r")))[0].value["answer"] == "1,5"
     assert read(write(tmp_path / "b.csv", "a;b,c\n1;2,3\n")) == [Row(1, {"a;b": "1;2", "c": "3"})]
 
 

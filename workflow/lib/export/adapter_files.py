@@ -181,12 +181,13 @@ def replace_chat_template(folder: Path, *, facts: ConversationFacts) -> None:
 
 
 def replace_in_config(folder: Path, template: str) -> None:
-    """Replace the template in a tokenizer's settings, where they have it, and a link by a file."""
-    path = folder / "tokenizer_config.json"
-    config = read_settings(path) if path.is_file() else {}
-    if "chat_template" in config:
-        path.unlink()
-        write_json(path, config | {"chat_template": template})
+    """Replace the template in a tokenizer's settings and a processor's, where they have it, and a
+    link by a file."""
+    for path in (folder / "tokenizer_config.json", folder / "processor_config.json"):
+        config = read_settings(path) if path.is_file() else {}
+        if "chat_template" in config:
+            path.unlink()
+            write_json(path, config | {"chat_template": template})
 
 
 def write_generation_config(source: Path, folder: Path, *, facts: ConversationFacts) -> None:

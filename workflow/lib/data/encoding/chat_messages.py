@@ -47,12 +47,13 @@ ROLES = {
     "gpt": "assistant",
     "chatgpt": "assistant",
     "model": "assistant",
-    "function_call": "assistant",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
-    "ipython": "tool",
+    "ai": "assistant",
+    "bot": "assistant",
+    **dict.fromkeys(("function_call", "tool_call"), "assistant"),
+    **dict.fromkeys(("tool", "function", "observation", "ipython"), "tool"),
+    **dict.fromkeys(("tool_response", "function_response"), "tool"),
 }
+CALL_ROLES = {"function_call", "tool_call"}  # of messages whose content is a call
 BEGIN_OF_REASONING, END_OF_REASONING = "<think>", "</think>"
 ROLE_KEYS = ("role", "from")
 CONTENT_KEYS = ("content", "value", "text")
@@ -110,9 +111,19 @@ def read_messages(raw: Any, keys: KeyAccount, *, what: str) -> tuple[list[Messag
     weights: list[float] = []
     for item in _single_messages(items, keys):
         message, weight = _message(item, f"message {len(messages) + 1}", keys)
-        messages.append(message)
-        weights.append(weight)
+        if messages and weight == weights[-1] and _calls_alone(messages[-1], message):
+            calls = [*messages[-1].get("tool_calls", []), *message["tool_calls"]]
+            messages[-1] = {**messages[-1], "tool_calls": calls}
+        else:
+            messages.append(message)
+            weights.append(weight)
     return messages, weights
+
+
+def _calls_alone(before: Message, message: Message) -> bool:
+    """Tell whether a message holds only further calls of the assistant's turn before it."""
+    calls = message["role"] == before["role"] == "assistant" and not message["content"]
+    return calls and message.keys() == {"role", "content", "tool_calls"}
 
 
 def is_transcript(given: Any) -> bool:
@@ -171,7 +182,31 @@ def _single_messages(items: list[Any], keys: KeyAccount) -> Iterator[Any]:
             yield {"role": "user", "content": item[0]}
             yield {"role": "assistant", "content": item[1]}
         else:
-            yield item
+            yield from _without_blocks(item)
+
+
+def _without_blocks(item: Any) -> list[Any]:
+    """Return a message, and one of Anthropic's content blocks as OpenAI's: a result of a tool is a
+    message before it, calls and reasoning have keys of their own."""
+    content = item.get("content") if isinstance(item, dict) else None
+    blocks: dict[str, list[Any]] = {"tool_result": [], "tool_use": [], "thinking": []}
+    others: list[Any] = []
+    for part in content if isinstance(content, list) else ():
+        kind = str(part.get("type")) if isinstance(part, dict) else ""
+        blocks.get(kind, others).append(part)
+    results, calls, thoughts = blocks.values()
+    if not (results or calls or thoughts):
+        return [item]
+    messages = [_renamed(part, "tool_use_id", "tool_call_id", role="tool") for part in results]
+    if calls or thoughts:
+        reasoning = [_renamed(part, "thinking", "text", type="text") for part in thoughts]
+        item = {**item, "function_call": calls or None, "thinking": reasoning or None}
+    return [*messages, {**item, "content": others}] if others or calls or thoughts else messages
+
+
+def _renamed(part: Message, old: str, new: str, **more: str) -> Message:
+    kept = {key: value for key, value in part.items() if key not in ("type", old)}
+    return {new: part.get(old), **kept, **more}
 
 
 def _is_role_and_text(item: Any) -> bool:
@@ -185,7 +220,7 @@ def _message(raw: Any, where: str, keys: KeyAccount) -> tuple[Message, float]:
         raise RowError(f"not a message: {where} is {kind(raw)}")
     item, shape = keys.take(MESSAGE, raw, where)
     given = _one_of(item, ROLE_KEYS, where)
-    given = given.strip().lower() if isinstance(given, str) else given
+    given = given.strip().lower().replace("-", "_") if isinstance(given, str) else given
     role = ROLES.get(given) if isinstance(given, str) else None
     if role is None:
         raise RowError(f"unknown role: {where} has {given!r}, known are {', '.join(ROLES)}")
@@ -197,13 +232,11 @@ def _message(raw: Any, where: str, keys: KeyAccount) -> tuple[Message, float]:
         check_unicode(more, where)
     content = _one_of(item, CONTENT_KEYS, where)
     raw_calls = _one_of(item, CALL_KEYS, where) if shape.has_optional else None
-    if given == "function_call":
-        raw_calls = content
+    if given in CALL_ROLES:
+        raw_calls, content = content, ""
     calls = [] if raw_calls is None else read_calls(raw_calls, where, keys)
     if calls:
         more["tool_calls"] = calls
-    if given == "function_call":
-        content = ""
     flags = flags_of(item, shape.flags, shape.passed) if shape.flags or shape.passed else []
     if role != "assistant":
         check_not_trained_by_role(flags, where)
@@ -211,7 +244,7 @@ def _message(raw: Any, where: str, keys: KeyAccount) -> tuple[Message, float]:
     else:
         weight = weight_of(flags, where, all_trained=keys.all_trained)
     may_be_empty = role in ("system", "tool") or bool(calls)
-    text = _content(content, role, where, keys, may_be_empty=may_be_empty)
+    text = read_content(content, role, f"content of {where}", keys, may_be_empty=may_be_empty)
     if role == "tool" and not text:
         _check_no_other_result(item, where)
     if role == "assistant" and text.lstrip().startswith(BEGIN_OF_REASONING):
@@ -283,8 +316,10 @@ def _one_of(item: Values, names: tuple[str, ...], where: str) -> Any:
     return found
 
 
-def _content(content: Any, role: str, where: str, keys: KeyAccount, *, may_be_empty: bool) -> str:
-    what = f"content of {where}"
+def read_content(
+    content: Any, role: str, what: str, keys: KeyAccount, *, may_be_empty: bool
+) -> str:
+    """Return a message's text; a list of parts is joined, a tool's result may be any JSON."""
     if isinstance(content, list) and (role != "tool" or _are_parts(content)):
         content = "".join(_part(part, what, keys) for part in content)
     if role == "tool" and isinstance(content, dict | list):
@@ -298,14 +333,14 @@ def _content(content: Any, role: str, where: str, keys: KeyAccount, *, may_be_em
 def _are_parts(content: list[Any]) -> bool:
     """Tell whether a tool's result is a list of parts; other lists are results themselves."""
     return bool(content) and all(
-        isinstance(part, dict) and (part.get("type") in TEXT_PARTS or part.get("type") in MEDIA)
+        isinstance(part, dict) and str(part.get("type")) in {*TEXT_PARTS, *MEDIA}
         for part in content
     )
 
 
 def _part(part: Any, what: str, keys: KeyAccount) -> str:
     """Return the text of a part of a content list; pictures and sounds have none."""
-    given = (part.get("type") or "text") if isinstance(part, dict) else kind(part)
+    given = str(part.get("type") or "text") if isinstance(part, dict) else kind(part)
     if given in MEDIA:
         if not keys.omit_media:
             raise media_error(f"{what} has a part of type {given!r}")

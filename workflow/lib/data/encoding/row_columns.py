@@ -43,11 +43,14 @@ OTHER_NAMES: tuple[tuple[Format, Mapping[str, str]], ...] = (
     ("prompt_completion", {"prompt": "query", "completion": "answers"}),
     ("prompt_completion", {"prompt": "query", "completion": "response"}),
     ("prompt_completion", {"prompt": "input", "completion": "output"}),
+    ("prompt_completion", {"prompt": "inputs", "completion": "targets"}),
+    ("prompt_completion", {"prompt": "input", "completion": "target"}),
     ("alpaca", {"instruction": "instruction", "output": "response"}),
     ("alpaca", {"instruction": "question", "output": "answer"}),
     ("alpaca", {"instruction": "question", "output": "response"}),
     ("alpaca", {"instruction": "problem", "output": "solution"}),
 )
+LONGER_ANSWERS = ("solution", "response")  # beside `answer`, which is then its last line
 OTHER_INPUT = "context"  # of the column `input`, if that is not there
 # Other names of columns of preference formats, each tuple as a whole.
 PAIR_NAMES: dict[tuple[str, ...], tuple[tuple[str, ...], ...]] = {
@@ -97,9 +100,12 @@ def choose_format(
             f"train.objective is trained on {examples}, and rows of this format are none",
             f"Set auto, or one of {', '.join(FORMATS[examples])}",
         )
+    # a format whose columns the user names comes first
+    named = {key for key in DataColumns.model_fields if _is_named(key, columns)}
+    candidates.sort(key=lambda name: named.isdisjoint(REQUIRED[name]) and name not in PAIRS)
     if not present:
         return candidates[0], columns
-    if DEFAULTS.input not in present and OTHER_INPUT in present and columns.input == DEFAULTS.input:
+    if DEFAULTS.input not in present and OTHER_INPUT in present and not _is_named("input", columns):
         columns = columns.model_copy(update={"input": OTHER_INPUT})
     for candidate in candidates:
         names = _preference_names(candidate, present, columns, examples)
@@ -108,12 +114,13 @@ def choose_format(
                 _check_whole_rows(present, columns, setting)
             return candidate, names
         if candidate == "messages" and (
-            named := _named_otherwise(present, ["messages"], names, examples)
+            other := _named_otherwise(present, ["messages"], names, examples)
         ):
-            return named
+            return other
     names = _preference_names("messages", present, columns, examples)
-    if named := _named_otherwise(present, candidates, names, examples):
-        return named
+    if other := _named_otherwise(present, candidates, names, examples):
+        _check_one_answer(present, other[1], setting)
+        return other
     _check_whole_rows(present, columns, setting)
     wanted = [f"{name} ({_wanted(name, columns, examples)})" for name in candidates]
     raise UserError(
@@ -131,7 +138,7 @@ def _preference_names(
     update: dict[str, str] = {}
     for keys, others in groups.items():
         names = [getattr(columns, key) for key in keys]
-        is_free = names == [getattr(DEFAULTS, key) for key in keys]
+        is_free = not any(_is_named(key, columns) for key in keys)
         if is_free and not any(name in present for name in names):
             found = next((some for some in others if all(name in present for name in some)), names)
             update |= dict(zip(keys, found, strict=True))
@@ -162,18 +169,32 @@ def _named_otherwise(
     """Return the first format that fits by names of public datasets, not the user's."""
     for format, names in OTHER_NAMES:
         needed = [names.get(key, getattr(columns, key)) for key in _needed(format, examples)]
-        is_free = all(getattr(columns, key) == getattr(DEFAULTS, key) for key in names)
+        is_free = not any(_is_named(key, columns) for key in names)
         if format in candidates and is_free and all(name in present for name in needed):
             return format, columns.model_copy(update=dict(names))
     return None
 
 
+def _check_one_answer(present: Collection[str], columns: DataColumns, setting: str) -> None:
+    longer = [name for name in LONGER_ANSWERS if name in present]
+    if columns.output == "answer" and longer:
+        raise UserError(
+            f"data.format: {setting} has the columns 'answer' and {_listed(longer)}, and either "
+            f"may be what a model has to write. Name the columns: data.columns: {{instruction: "
+            f"{columns.instruction}, output: {longer[0]}}}, for one."
+        )
+
+
+def _is_named(key: str, columns: DataColumns) -> bool:
+    return bool(getattr(columns, key) != getattr(DEFAULTS, key))
+
+
 def system_columns(columns: DataColumns) -> tuple[str, ...]:
-    return SYSTEM_NAMES if columns.system == DEFAULTS.system else (columns.system,)
+    return (columns.system,) if _is_named("system", columns) else SYSTEM_NAMES
 
 
 def tools_columns(columns: DataColumns) -> tuple[str, ...]:
-    return TOOLS_NAMES if columns.tools == DEFAULTS.tools else (columns.tools,)
+    return (columns.tools,) if _is_named("tools", columns) else TOOLS_NAMES
 
 
 def _listed(names: Collection[str]) -> str:
@@ -185,7 +206,7 @@ def _misspelt(present: Collection[str], columns: DataColumns) -> str:
     parts = []
     for key in DataColumns.model_fields:
         name = getattr(columns, key)
-        if name not in present and name != getattr(DEFAULTS, key):
+        if name not in present and _is_named(key, columns):
             near = difflib.get_close_matches(name, present, n=1)
             hint = f"; did you mean {_listed(near)}? " if near else ". "
             parts.append(f"data.columns.{key} = {name!r} is none of them{hint}")

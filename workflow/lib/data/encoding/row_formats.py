@@ -17,6 +17,7 @@ from workflow.lib.data.encoding.chat_messages import (
     Conversation,
     Message,
     question_of,
+    read_content,
     read_messages,
     read_transcript,
     without_tags,
@@ -173,8 +174,10 @@ def whole_conversation(
     if not row.optional:
         return _weighted_conversation(messages, weights)
     system = _one_column(row, system_columns(row.columns), "system text")
-    if system is not None and text_of(system, "the system text", may_be_blank=True).strip():
-        messages, weights = _with_system(messages, weights, system)
+    if system is not None:
+        system = read_content(system, "system", "the system text", row.keys, may_be_empty=True)
+        if system.strip():
+            messages, weights = _with_system(messages, weights, system)
     tools = read_tools(_raw_tools(row), row.keys, what=f"column {row.columns.tools!r}")
     conversation = _weighted_conversation(messages, weights)
     return replace(conversation, tools=tools, template_kwargs=_template_kwargs(row.value))

@@ -2,6 +2,7 @@
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -12,6 +13,8 @@ from workflow.lib.system.input_files import read_input
 
 DEFAULT_TEMPLATE = "default"
 TOOL_TEMPLATE = "tool_use"  # the template that Transformers uses for conversations with tools
+# Files whose chat template only `AutoProcessor` reads, in its order.
+PROCESSOR_FILES = ("processor_config.json", "chat_template.json")
 # Files that can change a tokenizer, by the names that Transformers saves and reads.
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -23,20 +26,24 @@ TOKENIZER_FILES = (
     "vocab.txt",
     "merges.txt",
     "chat_template.jinja",
+    *PROCESSOR_FILES,
 )
 NAMED_TEMPLATES = "additional_chat_templates"  # their folder
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model folder, without network or its code. Raises `UserError` if
-    there is none, none of `tokenizers`, no eos token, special tokens that it reads as text, or a
-    config.json of absurd sizes beside it."""
+    """Load the tokenizer of a model folder, without network or its code. One without a chat
+    template gets that of the folder's processor (LLaVA's). Raises `UserError` if there is none,
+    none of `tokenizers`, no eos token, special tokens that it reads as text, or a config.json of
+    absurd sizes beside it."""
     if (folder / "config.json").is_file():
         read_bounded(folder / "config.json")
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
+        if tokenizer.chat_template is None:
+            tokenizer.chat_template = _processor_template(folder)
     except Exception as error:  # Transformers raises any error for broken files
         if "trust_remote_code" in str(error):
             reason = "its tokenizer is code of the model's repository, which is never run"
@@ -56,6 +63,12 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         reason = "split_special_tokens is true, so tokens that a template writes are read as text"
         raise _tokenizer_error(folder, reason, "Set it to false in its tokenizer_config.json")
     return tokenizer
+
+
+def _processor_template(folder: Path) -> Any:
+    files = [folder / name for name in PROCESSOR_FILES if (folder / name).is_file()]
+    found = [read_bounded(file).get("chat_template") for file in files]
+    return next(filter(None, found), None)
 
 
 def known_tokens(tokenizer: PreTrainedTokenizerBase, folder: Path) -> int:

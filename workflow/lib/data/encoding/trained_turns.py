@@ -13,7 +13,7 @@ from workflow.lib.data.encoding.chat_messages import Conversation, Message
 from workflow.lib.data.encoding.chat_template import ChatTemplate, Spans
 from workflow.lib.data.encoding.probes import NEXT_TURNS, PROBE
 from workflow.lib.data.encoding.rendered_texts import RenderedTexts, Turn, TurnText
-from workflow.lib.data.encoding.row_values import RowError, map_texts, texts_of
+from workflow.lib.data.encoding.row_values import RowError, UnwantedRowError, map_texts, texts_of
 from workflow.lib.data.encoding.safe_encoder import SafeEncoder
 from workflow.lib.data.encoding.template_texts import without_reasoning
 from workflow.lib.data.encoding.turn_openings import ReasoningClosedError, TurnOpenings
@@ -110,7 +110,15 @@ class TurnRenderer:
                 "no trained token: the conversation begins with its only trained turn, which has "
                 "no prompt"
             )
-        return turns[-1:] if self._loss_on == "last_turn" else turns
+        if self._loss_on != "last_turn":
+            return turns
+        roles = [message["role"] for message in conversation.messages]
+        if "assistant" in roles[turns[-1] + 1 :]:
+            raise UnwantedRowError(
+                "no trained token: data.loss_on = last_turn trains the last assistant turn alone, "
+                "and that is marked not to be trained"
+            )
+        return turns[-1:]
 
     def _turn_by_turn(self, conversation: Conversation) -> list[TurnText]:
         """Return texts in which each turn follows the prompt of inference. Turns share a text as

@@ -22,6 +22,7 @@ from workflow.lib.data.reading.sources import matching
 from workflow.lib.model.architecture.model_files import (
     ADAPTER,
     ADAPTER_WEIGHTS,
+    PROCESSOR_PATTERN,
     TEKKEN,
     TOKENIZERS,
     fault_of_adapter,
@@ -46,6 +47,7 @@ MODEL_FILES = (
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
+    PROCESSOR_PATTERN,
     "additional_chat_templates/*.jinja",
 )
 # The HTTP client's base error: httpx2's or httpx's, whichever this version of huggingface_hub uses.
