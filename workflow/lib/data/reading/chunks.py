@@ -8,7 +8,7 @@ A row is numbered from 1; in JSON Lines its number is its line. `row_formats` de
 columns mean."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -111,19 +111,19 @@ class Chunk(Protocol):
 
 
 @dataclass(frozen=True)
-class JsonLines:
-    """Lines of a JSON Lines file from line `first`; of too long ones `MAX_ROW_BYTES` + 1."""
+class Unparsed:
+    """Items of a file, each with its number, and the function that makes a row of one."""
 
-    first: int
-    lines: tuple[bytes, ...]
+    items: tuple[tuple[int, Any], ...]
+    parse: Callable[[int, Any], Row | BrokenRow]
     blank_lines: int = 0
 
     def rows(self) -> list[Row | BrokenRow]:
-        numbered = enumerate(self.lines, start=self.first)
-        return [_parse_line(number, line) for number, line in numbered if line.strip()]
+        return [self.parse(number, item) for number, item in self.items]
 
 
-def _parse_line(number: int, line: bytes) -> Row | BrokenRow:
+def json_row(number: int, line: bytes) -> Row | BrokenRow:
+    """Return the row of a line, of a too long one its first `MAX_ROW_BYTES` + 1."""
     if len(line) > MAX_ROW_BYTES:
         return too_large(number, _shown(line))
     try:
@@ -154,52 +154,28 @@ parse_json = _DECODER.decode
 parse_json_at = _DECODER.raw_decode
 
 
-@dataclass(frozen=True)
-class TextBlocks:
-    """Plain texts with the numbers of their first lines; rows with one column, `text`."""
-
-    numbers: tuple[int, ...]
-    texts: tuple[bytes, ...]
-    blank_lines: int = 0
-
-    def rows(self) -> list[Row | BrokenRow]:
-        return [_text_row(n, text) for n, text in zip(self.numbers, self.texts, strict=True)]
-
-
-def _text_row(number: int, text: bytes) -> Row | BrokenRow:
+def text_row(number: int, text: bytes) -> Row | BrokenRow:
+    """Return a row with one column, `text`; number: of its first line."""
     if len(text) > MAX_ROW_BYTES:
-        large = too_large(number, text[: 4 * PREVIEW_CHARS].decode("utf-8", errors="replace"))
+        large = too_large(number, _shown(text))
         hint = "; data.file_type text_paragraphs or text_lines reads it in parts"
         return replace(large, reason=large.reason + hint)
     try:
         return Row(number, {"text": text.decode("utf-8")})
     except UnicodeDecodeError as error:
-        shown = text[: 4 * PREVIEW_CHARS].decode("utf-8", errors="replace")
         reason = f"{NOT_UTF8}: byte {error.start + 1} of the text"
-        return BrokenRow(number, reason, preview(shown))
+        return BrokenRow(number, reason, preview(_shown(text)))
 
 
-@dataclass(frozen=True)
-class CsvRecords:
-    """Records of a CSV file from row `first`; bytes that are no UTF-8 are lone surrogates."""
-
-    first: int
-    header: tuple[str, ...]
-    records: tuple[list[str], ...]
-    blank_lines: int = 0  # records are numbered, not lines
-
-    def rows(self) -> list[Row | BrokenRow]:
-        numbered = enumerate(self.records, start=self.first)
-        return [self._row(number, fields) for number, fields in numbered]
-
-    def _row(self, number: int, fields: list[str]) -> Row | BrokenRow:
-        text = ",".join(fields)
-        if holds_undecoded(text):
-            return BrokenRow(number, NOT_UTF8, preview(text))
-        if len(fields) != len(self.header):
-            reason = f"wrong number of fields: {len(fields)}, the header has {len(self.header)}"
-            return BrokenRow(number, reason, preview(text))
-        return Row(number, dict(zip(self.header, fields, strict=True)))
+def csv_row(number: int, fields: list[str], *, header: tuple[str, ...]) -> Row | BrokenRow:
+    """Return the row of a record; bytes that are no UTF-8 are lone surrogates in it."""
+    text = ",".join(fields)
+    if holds_undecoded(text):
+        return BrokenRow(number, NOT_UTF8, preview(text))
+    if len(fields) != len(header):
+        reason = f"wrong number of fields: {len(fields)}, the header has {len(header)}"
+        return BrokenRow(number, reason, preview(text))
+    return Row(number, dict(zip(header, fields, strict=True)))
 
 
 def holds_undecoded(text: str) -> bool:

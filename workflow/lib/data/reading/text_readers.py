@@ -6,26 +6,28 @@ import csv
 import io
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import Any, BinaryIO, TextIO
 
 from workflow.lib.data.reading.chunks import (
     MAX_ROW_BYTES,
     NOT_UTF8,
     BrokenRow,
     Chunk,
-    CsvRecords,
-    JsonLines,
     Parsed,
     Row,
-    TextBlocks,
+    Unparsed,
     as_row,
+    csv_row,
     holds_undecoded,
+    json_row,
     parse_json,
     parse_json_at,
     preview,
+    text_row,
     too_large,
 )
 from workflow.lib.data.reading.compression import UnreadableError, open_bytes, read_head
@@ -72,26 +74,31 @@ def _too_many_blank_lines(*, before: str) -> UnreadableError:
     )
 
 
-def _is_blank(line: bytes) -> bool:
-    return not line or line.isspace()
+def _chunks(
+    items: Iterable[tuple[int, Any]],
+    parse: Callable[[int, Any], Row | BrokenRow],
+    *,
+    rows_per_chunk: int,
+    size_of: Callable[[Any], int] = len,
+) -> Iterator[Chunk]:
+    """Yield numbered items in chunks. Blank lines are none; chunks count them."""
+    some, size, blank = list[tuple[int, Any]](), 0, 0
+    for number, item in items:
+        if isinstance(item, bytes) and not item.strip():
+            blank += 1
+            continue
+        some.append((number, item))
+        size += size_of(item)
+        if len(some) >= rows_per_chunk or size >= CHUNK_BYTES:
+            yield Unparsed(tuple(some), parse, blank)
+            some, size, blank = [], 0, 0
+    if some or blank:
+        yield Unparsed(tuple(some), parse, blank)
 
 
 def read_jsonl(path: Path, *, rows_per_chunk: int) -> Iterator[Chunk]:
-    """Blank lines are no rows; they count as lines, and chunks count them."""
     with open_bytes(path) as file:
-        first, lines, size = 1, list[bytes](), 0
-        for number, line in numbered_lines(file):
-            lines.append(line)
-            size += len(line)
-            if len(lines) >= rows_per_chunk or size >= CHUNK_BYTES:
-                yield _json_lines(first, lines)
-                first, lines, size = number + 1, [], 0
-        if lines:
-            yield _json_lines(first, lines)
-
-
-def _json_lines(first: int, lines: list[bytes]) -> JsonLines:
-    return JsonLines(first, tuple(lines), blank_lines=sum(map(_is_blank, lines)))
+        yield from _chunks(numbered_lines(file), json_row, rows_per_chunk=rows_per_chunk)
 
 
 def read_json(path: Path, *, rows_per_chunk: int) -> Iterator[Chunk]:
@@ -163,20 +170,21 @@ def _element(number: int, value: object, source: str) -> Row | BrokenRow:
 
 def read_text(path: Path, *, rows_per_chunk: int) -> Iterator[Chunk]:
     with open_bytes(path) as file:
-        yield TextBlocks((1,), (file.read(MAX_ROW_BYTES + 1).removeprefix(BOM),))
+        text = file.read(MAX_ROW_BYTES + 1).removeprefix(BOM)
+    yield Unparsed(((1, text),), text_row)
 
 
 def read_text_lines(path: Path, *, rows_per_chunk: int) -> Iterator[Chunk]:
-    """Every line is a text, without its line feed; blank ones are none, and chunks count them."""
+    """Every line is a text, without its line feed."""
     with open_bytes(path) as file:
         lines = ((n, line.rstrip(b"\r\n")) for n, line in numbered_lines(file))
-        yield from _blocks(lines, rows_per_chunk=rows_per_chunk)
+        yield from _chunks(lines, text_row, rows_per_chunk=rows_per_chunk)
 
 
 def read_text_paragraphs(path: Path, *, rows_per_chunk: int) -> Iterator[Chunk]:
     """Blank lines separate the texts."""
     with open_bytes(path) as file:
-        yield from _blocks(_paragraphs(file), rows_per_chunk=rows_per_chunk)
+        yield from _chunks(_paragraphs(file), text_row, rows_per_chunk=rows_per_chunk)
 
 
 def _paragraphs(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
@@ -194,22 +202,6 @@ def _paragraphs(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
         yield start, bytes(text).rstrip(b"\r\n")
 
 
-def _blocks(texts: Iterator[tuple[int, bytes]], *, rows_per_chunk: int) -> Iterator[Chunk]:
-    block: dict[int, bytes] = {}
-    size = blank = 0
-    for number, text in texts:
-        if _is_blank(text):
-            blank += 1
-            continue
-        block[number] = text
-        size += len(text)
-        if len(block) >= rows_per_chunk or size >= CHUNK_BYTES:
-            yield TextBlocks(tuple(block), tuple(block.values()), blank_lines=blank)
-            block, size, blank = {}, 0, 0
-    if block or blank:
-        yield TextBlocks(tuple(block), tuple(block.values()), blank_lines=blank)
-
-
 def read_csv(path: Path, *, rows_per_chunk: int, delimiter: str | None = None) -> Iterator[Chunk]:
     """Blank lines are no rows; without a `delimiter` the header decides it. Raises
     `UnreadableError` at a quote that never closes, or a header that repeats a name."""
@@ -223,14 +215,19 @@ def read_csv(path: Path, *, rows_per_chunk: int, delimiter: str | None = None) -
             header = tuple(next(reader, []))
             if repeated := sorted(name for name, count in Counter(header).items() if count > 1):
                 raise UnreadableError(f"the header names {', '.join(repeated)} more than once")
-            yield from _records(reader, lines, header, rows_per_chunk=rows_per_chunk)
+            yield from _chunks(
+                _records(reader, lines),
+                partial(csv_row, header=header),
+                rows_per_chunk=rows_per_chunk,
+                size_of=lambda fields: sum(map(len, fields)),
+            )
         except csv.Error as error:
             raise UnreadableError(f"broken CSV near line {reader.line_num}: {error}") from None
 
 
 def _separator(head: bytes) -> str:
     """Return the comma, or the semicolon of spreadsheets whose numbers have decimal commas."""
-    header = head.lstrip().split(b"\n")[0]
+    header = re.split(rb"[\r\n]", head.lstrip(), maxsplit=1)[0]
     return ";" if b";" in header and b"," not in header else ","
 
 
@@ -257,25 +254,15 @@ class _RecordLines:
             yield line
 
 
-def _records(
-    reader: Iterator[list[str]],
-    lines: _RecordLines,
-    header: tuple[str, ...],
-    *,
-    rows_per_chunk: int,
-) -> Iterator[Chunk]:
-    first, records, size, blank = 1, list[list[str]](), 0, 0
+def _records(reader: Iterator[list[str]], lines: _RecordLines) -> Iterator[tuple[int, list[str]]]:
+    """Yield each record that is no blank line, with its number."""
+    number, blank = 1, 0
     lines.begin_record()
     for fields in reader:
         lines.begin_record()
         blank = 0 if fields else blank + 1
         if blank > MAX_BLANK_LINES:
-            raise _too_many_blank_lines(before=f"record {first + len(records)}")
+            raise _too_many_blank_lines(before=f"record {number}")
         if fields:
-            records.append(fields)
-            size += sum(map(len, fields))
-        if len(records) >= rows_per_chunk or size >= CHUNK_BYTES:
-            yield CsvRecords(first, header, tuple(records))
-            first, records, size = first + len(records), [], 0
-    if records:
-        yield CsvRecords(first, header, tuple(records))
+            yield number, fields
+            number += 1
