@@ -6,7 +6,6 @@ chunks in work. A row is *unusable* if it is broken, empty or of a wrong type; t
 the run. A row that is only too long is dropped or cut as `data.overlong` says, and does not stop
 the run."""
 
-import logging
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,7 +34,7 @@ from workflow.lib.data.tokens.encoded_shards import (
 from workflow.lib.data.tokens.process_pool import map_in_order
 from workflow.lib.data.tokens.work_folder import Listing, reason_kind
 from workflow.lib.settings.config import DataConfig
-from workflow.lib.settings.data import DataColumns, Format, SpecialTokens
+from workflow.lib.settings.data import DataColumns, Format
 from workflow.lib.settings.objectives import Examples
 from workflow.lib.system.errors import setting_error
 from workflow.lib.system.files import file_sha256
@@ -47,20 +46,6 @@ SETTING = "data.special_tokens_in_text"
 MAX_SHARE = 0.05  # of a file's rows; texts about chat templates are rarer in public datasets
 ENOUGH_ROWS = 2000  # a file is judged before its end from here on
 
-
-def log_special_texts(special_texts: int, *, setting: SpecialTokens | None) -> None:
-    if special_texts and setting is None:
-        logger.warning(
-            "%d rows spell a special token; it was encoded as ordinary text. %s: tokens reads it "
-            "as the token, text says that this is right",
-            special_texts,
-            SETTING,
-        )
-    elif special_texts:
-        logger.info("%d rows spell a special token; it was encoded as %s", special_texts, setting)
-
-
-logger = logging.getLogger("workflow")
 
 FIRST_REASONS = 5  # unusable rows that an error message quotes
 FEW_CHUNKS = 4  # 4,000 rows or 16 MiB at most: no time is won by sharing them
@@ -96,7 +81,8 @@ class FileRows:
     file: str
     sha256: str
     rows_read: int = 0
-    unusable: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    """Rows by `ROW_COUNTS`."""
     first_reasons: list[str] = field(default_factory=list)
     columns: dict[str, None] = field(default_factory=dict)
     """Columns that were read, in order of appearance."""
@@ -104,21 +90,13 @@ class FileRows:
     """Columns and keys that were not read, with their numbers of values."""
     dropped_by_reason: Counter[str] = field(default_factory=Counter)
     blank_lines: int = 0  # lines that hold no row, of files in which a line is one
-    special_texts: int = 0
-    """Rows whose text spells a special token, which was encoded as ordinary text."""
-    rows_by_turns: int = 0
-    """Rows that became several examples, as later turns change earlier ones."""
-    begin_untrained: int = 0  # rows whose first turn, without a prompt, is not trained
     unrendered: Counter[str] = field(default_factory=Counter)
     """Rows with an allowed text that the template left out, by the kind of the text."""
 
     def add(self, facts: ShardFacts) -> None:
         self.rows_read += facts.rows_read
-        self.special_texts += facts.special_texts
-        self.rows_by_turns += facts.rows_by_turns
-        self.begin_untrained += facts.begin_untrained
+        self.counts.update(facts.counts)
         self.unrendered.update(facts.unrendered)
-        self.unusable += facts.unusable
         self.columns |= dict.fromkeys(facts.columns)
         self.not_read.update(facts.not_read)
         self.dropped_by_reason.update(reason_kind(r["reason"]) for r in facts.rejects)
@@ -167,11 +145,12 @@ def encode_corpus(
 
     def check(file: FileRows) -> None:
         is_silent = encoding.settings.special_tokens_in_text is None
-        if is_silent and file.special_texts > max(1, MAX_SHARE * file.rows_read):
+        special = file.counts["special_token_texts"]
+        if is_silent and special > max(1, MAX_SHARE * file.rows_read):
             raise setting_error(
                 SETTING,
                 None,
-                f"{file.special_texts} of {file.rows_read} rows of {file.file} spell special "
+                f"{special} of {file.rows_read} rows of {file.file} spell special "
                 "tokens that the chat template or the tokenizer writes, such as an end of turn: "
                 "these rows seem to be rendered already",
                 "Set it to tokens to read them as the tokens, or to text to train them as ordinary "
@@ -260,12 +239,13 @@ def list_rows(corpus: Corpus, listing: Listing) -> npt.NDArray[np.int64]:
 def check_rejected_share(corpora: Iterable[Corpus], *, largest: float, rejects: Path) -> None:
     """Raise `UserError` if more than the share `largest` of rows is unusable (`rejects`)."""
     for file in (file for corpus in corpora for file in corpus.files):
-        share = file.unusable / max(1, file.rows_read)
+        unusable = file.counts["unusable"]
+        share = unusable / max(1, file.rows_read)
         if share > largest:
             raise setting_error(
                 "data.max_rejected_share",
                 largest,
-                f"{file.unusable} of {file.rows_read} rows of {file.file} are unusable "
+                f"{unusable} of {file.rows_read} rows of {file.file} are unusable "
                 f"({share:.1%}).\n  "
                 + "\n  ".join(file.first_reasons)
                 + f"\nAll of them, with reasons: {rejects}",

@@ -9,8 +9,9 @@ again."""
 
 import hashlib
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +28,7 @@ from workflow.lib.data.tokens.work_folder import Line
 from workflow.lib.settings.objectives import Examples
 from workflow.lib.system.files import read_checked_json, write_checked_json
 
-SHARD_VERSION = 8  # raise it when the same chunk and settings give another shard
+SHARD_VERSION = 9  # raise it when the same chunk and settings give another shard
 # Rows that are rendered before they are tokenized: both are faster in one stretch.
 ROWS_BEGUN = 64
 DIGEST_BYTES = 8  # 64 bits: at 10^8 documents an accidental pair has a chance of 1 in 4,000
@@ -49,6 +50,12 @@ TABLE = np.dtype(
 )
 
 
+# Rows that are counted: unusable ones; those whose text spells a special token, encoded as text;
+# those with turns as examples of their own (`SampleEncoder`); those whose first turn is not
+# trained, as it has no prompt.
+ROW_COUNTS = ("unusable", "special_token_texts", "rows_by_turns", "begin_untrained")
+
+
 @dataclass
 class ShardFacts:
     """Facts on a shard without its documents."""
@@ -56,11 +63,9 @@ class ShardFacts:
     rows_read: int = 0
     documents: int = 0
     tokens: int = 0
-    unusable: int = 0
-    special_texts: int = 0  # rows whose text spells a special token, encoded as text
-    rows_by_turns: int = 0  # rows with turns as examples of their own (`SampleEncoder`)
-    begin_untrained: int = 0  # rows whose first turn is not trained, as it has no prompt
-    unrendered: dict[str, int] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
+    """Rows by `ROW_COUNTS`."""
+    unrendered: Counter[str] = field(default_factory=Counter)
     """Rows with an allowed text that the template left out, by the kind of the text."""
     dropped: list[int] = field(default_factory=list)
     """Ordinals of the rows without a document."""
@@ -95,7 +100,7 @@ class ShardBuilder:
             dropped = {"row": row.number, "reason": str(error), "preview": row.preview}
             self.facts.dropped.append(self.facts.rows_read)
             self.facts.rejects.append(dropped)
-            self.facts.unusable += not isinstance(error, UnwantedRowError)
+            self.facts.counts["unusable"] += not isinstance(error, UnwantedRowError)
         self.facts.rows_read += 1
 
     def _keep(self, number: int, examples: list[Encoded], group: int) -> None:
@@ -123,11 +128,11 @@ class ShardBuilder:
             self.facts.cuts.append(
                 {"row": number, "tokens": tokens, "documents": len(pieces), "kept": kept_tokens}
             )
-        self.facts.special_texts += any(encoded.held_special_text for encoded in examples)
-        self.facts.rows_by_turns += self._examples == "texts" and len(examples) > 1
-        self.facts.begin_untrained += examples[0].begins_untrained
-        for text in examples[0].unrendered:
-            self.facts.unrendered[text] = self.facts.unrendered.get(text, 0) + 1
+        counts = self.facts.counts
+        counts["special_token_texts"] += any(encoded.held_special_text for encoded in examples)
+        counts["rows_by_turns"] += self._examples == "texts" and len(examples) > 1
+        counts["begin_untrained"] += examples[0].begins_untrained
+        self.facts.unrendered.update(examples[0].unrendered)
 
     def save(self, stem: Path) -> None:
         table = np.array(self._table, dtype=TABLE)
@@ -148,7 +153,7 @@ class ShardBuilder:
         for name, array in arrays.items():
             save_array(stem, name, array)
             self.facts.checksums[name] = checksum(array)
-        write_checked_json(Path(f"{stem}.facts.json"), asdict(self.facts))
+        write_checked_json(Path(f"{stem}.facts.json"), vars(self.facts))
 
 
 def digest(content: bytes) -> int:

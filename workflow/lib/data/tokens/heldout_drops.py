@@ -56,9 +56,21 @@ def drop_near_duplicates(
     pieces: Pieces,
     treatment: Treatment,
 ) -> Split:
-    """Return held-out as `data.near_duplicates` says. Raises `UserError` if they are refused."""
-    reasons = near_reasons(matches, heldout, train, tokenizer, pieces=pieces)
-    return _treated(heldout, reasons, len(matches), listing, tokenizer, treatment)
+    """Return held-out as `data.near_duplicates` says; a reason names the row and what it shares.
+    Raises `UserError` if they are refused."""
+
+    def reasons() -> Iterator[tuple[int, str]]:
+        for match in matches:
+            ours, theirs = heldout.documents[match.heldout], train.documents[match.train]
+            ids = ours[0][shared_tokens(ours, theirs, pieces=pieces)].tolist()
+            words = printable(str(tokenizer.decode(ids, skip_special_tokens=True)).strip())
+            yield (
+                match.heldout,
+                f"{NEAR_DUPLICATE}: {described(train, match.train)} trains {match.share:.0%} of "
+                f"what this row trains, from {words!r} on",
+            )
+
+    return _treated(heldout, reasons(), len(matches), listing, tokenizer, treatment)
 
 
 def _treated(
@@ -86,26 +98,6 @@ def _treated(
             "data.near_duplicate_threshold",
         )
     return drop_documents(heldout, reasons, listing, tokenizer)
-
-
-def near_reasons(
-    matches: Sequence[Match],
-    heldout: Split,
-    train: Split,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    pieces: Pieces,
-) -> Iterator[tuple[int, str]]:
-    """Yield each held-out document of a match, with a text on the shared part and the row."""
-    for match in matches:
-        ours, theirs = heldout.documents[match.heldout], train.documents[match.train]
-        ids = ours[0][shared_tokens(ours, theirs, pieces=pieces)].tolist()
-        words = printable(str(tokenizer.decode(ids, skip_special_tokens=True)).strip())
-        yield (
-            match.heldout,
-            f"{NEAR_DUPLICATE}: {described(train, match.train)} trains {match.share:.0%} of what "
-            f"this row trains, from {words!r} on",
-        )
 
 
 def check_heldout_left(heldout: Split, listing: Listing, *, rejects: Path) -> None:

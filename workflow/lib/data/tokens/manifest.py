@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from workflow.lib.data.encoding.sample_encoder import SampleEncoder
 from workflow.lib.data.encoding.tokenizer import known_tokens, tokenizer_sha256
 from workflow.lib.data.tokens.corpus import Corpus, Encoding
+from workflow.lib.data.tokens.encoded_shards import ROW_COUNTS
 from workflow.lib.data.tokens.splits import BLOCK, Numbers, Split, documents_by_source
 from workflow.lib.data.tokens.token_store import (
     ARRAYS,
@@ -128,9 +129,7 @@ def source_facts(
             "not_read": dict(file.not_read.most_common()),
             "dropped_by_reason": dict(file.dropped_by_reason.most_common()),
             "blank_lines": file.blank_lines,
-            "special_token_texts": file.special_texts,
-            "rows_by_turns": file.rows_by_turns,
-            "begin_untrained": file.begin_untrained,
+            **{name: file.counts[name] for name in ROW_COUNTS[1:]},
             "unrendered": dict(sorted(file.unrendered.items())),
             **counts,
         }

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from workflow.lib.data.tokens.corpus import log_special_texts
+from workflow.lib.data.tokens.corpus import SETTING
 from workflow.lib.data.tokens.token_store import REJECTS
 from workflow.lib.settings.data import SpecialTokens
 
@@ -52,7 +52,14 @@ def log_facts(
         if key not in left:
             logger.warning("data.leave_out names %r, which holds a value in no row", key)
     special = sum(source["special_token_texts"] for source in facts["sources"])
-    log_special_texts(special, setting=special_tokens)
+    if special and special_tokens is None:
+        message = (
+            "%d rows spell a special token; it was encoded as ordinary text. %s: tokens reads it "
+            "as the token, text says that this is right"
+        )
+        logger.warning(message, special, SETTING)
+    elif special:
+        logger.info("%d rows spell a special token; it was encoded as %s", special, special_tokens)
     if facts["pad_token_origin"] == "eos_token":
         logger.info("no pad token: rows are filled with eos, which is never trained there")
 

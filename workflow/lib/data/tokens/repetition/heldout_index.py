@@ -5,7 +5,7 @@ an eighth of very many. A question is indexed by the shingles at both ends of it
 passage cannot hide, and by the smallest of the others."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,23 +29,29 @@ CONTEXT = np.uint64(0x9E3779B97F4A7C15)  # distinguishes a context's shingles fr
 
 
 @dataclass(frozen=True)
-class Index:
-    """Keys of some held-out exchanges. Of each exchange: `documents` its document in the corpus,
-    `tokens` the trained ones, `shingles` of its answer. A key is a number in the ascending `keys`;
-    `rows` counts the held-out rows with it. `answers` are keys of answers, of the exchanges
+class _Sample:
+    """Some held-out exchanges. Of each: `documents` its document in the corpus, `tokens` the
+    trained ones, `shingles` of its answer. `answers` are hashes of answers, of the exchanges
     `answer_owners`; `questions` those of contexts bound to their answers, of `question_owners`;
     `contexts` the same ones without answer."""
 
     documents: Integers
     tokens: Integers
     shingles: Integers
+    answers: npt.NDArray[Any]
+    answer_owners: Integers
+    questions: npt.NDArray[Any]
+    question_owners: Integers
+    contexts: npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Index(_Sample):
+    """Keys of some held-out exchanges, in place of their hashes. A key is a number in the ascending
+    `keys`; `rows` counts the held-out rows with it."""
+
     keys: Hashes
     rows: Integers
-    answers: Integers
-    answer_owners: Integers
-    questions: Integers
-    question_owners: Integers
-    contexts: Integers
     filter: npt.NDArray[np.bool_]
 
     def __len__(self) -> int:
@@ -70,28 +76,16 @@ class Index:
         return keys[found], documents[likely[found]]
 
 
-@dataclass(frozen=True)
-class _Sample:
-    documents: Integers
-    tokens: Integers
-    shingles: Integers
-    answers: Hashes
-    answer_owners: Integers
-    questions: Hashes
-    question_owners: Integers
-    contexts: Hashes
-
-
 def indices(heldout: Split, *, pieces: Pieces, keys_at_once: int) -> Iterator[Index]:
     """Yield indices of about `keys_at_once` keys, which together hold all held-out documents."""
     samples: list[_Sample] = []
     for sample in _samples(heldout, pieces):
         samples.append(sample)
         if sum(len(s.answers) + 2 * len(s.questions) for s in samples) >= keys_at_once:
-            yield _index(samples, heldout)
+            yield _index(_joined(samples), heldout)
             samples = []
     if any(len(sample.documents) for sample in samples):
-        yield _index(samples, heldout)
+        yield _index(_joined(samples), heldout)
 
 
 def _samples(heldout: Split, pieces: Pieces) -> Iterator[_Sample]:
@@ -136,36 +130,35 @@ def _smallest(
     return chosen
 
 
-def _index(samples: list[_Sample], heldout: Split) -> Index:
-    firsts = np.cumsum([0, *(len(sample.documents) for sample in samples)]).tolist()
-    documents = np.concatenate([sample.documents for sample in samples])
-    answer_owners = np.concatenate(
-        [sample.answer_owners + first for sample, first in zip(samples, firsts, strict=False)]
-    )
-    question_owners = np.concatenate(
-        [sample.question_owners + first for sample, first in zip(samples, firsts, strict=False)]
-    )
-    kinds = [
-        np.concatenate([sample.answers for sample in samples]),
-        np.concatenate([sample.questions for sample in samples]),
-        np.concatenate([sample.contexts for sample in samples]),
+def _joined(samples: list[_Sample]) -> _Sample:
+    firsts = np.cumsum([0, *(len(sample.documents) for sample in samples)])
+    shifted = [
+        replace(
+            sample,
+            answer_owners=sample.answer_owners + first,
+            question_owners=sample.question_owners + first,
+        )
+        for sample, first in zip(samples, firsts, strict=False)
     ]
+    parts = zip(*(vars(sample).values() for sample in shifted), strict=True)
+    return _Sample(*map(np.concatenate, parts))
+
+
+def _index(sample: _Sample, heldout: Split) -> Index:
+    kinds = [sample.answers, sample.questions, sample.contexts]
     keys, numbers = np.unique(np.concatenate(kinds), return_inverse=True)
-    owners = np.concatenate([answer_owners, question_owners, question_owners])
+    owners = [sample.answer_owners, sample.question_owners, sample.question_owners]
+    ordinals = heldout.documents.ordinals[sample.documents[np.concatenate(owners)]]
     is_likely = np.zeros(2**FILTER_BITS, dtype=np.bool_)
     is_likely[_prefixes(keys)] = True
-    answers, questions, contexts = np.split(numbers, np.cumsum([len(kind) for kind in kinds[:2]]))
+    numbered = np.split(numbers, np.cumsum([len(kind) for kind in kinds[:2]]))
     return Index(
-        documents=documents,
-        tokens=np.concatenate([sample.tokens for sample in samples]),
-        shingles=np.concatenate([sample.shingles for sample in samples]),
+        **{
+            **vars(sample),
+            **dict(zip(("answers", "questions", "contexts"), numbered, strict=True)),
+        },
         keys=keys,
-        rows=rows_by_key(numbers, heldout.documents.ordinals[documents[owners]], keys=len(keys)),
-        answers=answers,
-        answer_owners=answer_owners,
-        questions=questions,
-        question_owners=question_owners,
-        contexts=contexts,
+        rows=rows_by_key(numbers, ordinals, keys=len(keys)),
         filter=is_likely,
     )
 
