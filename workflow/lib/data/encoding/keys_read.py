@@ -11,7 +11,7 @@ of objects, and `mask`, which for some means trained and for others hidden."""
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -194,27 +194,20 @@ class Shape(NamedTuple):
     has_optional: bool
 
 
+@dataclass
 class KeyAccount:
     """Counts the keys of a source that are not read. template_keys: of a message, read by the
     template; leave_out: by the user's setting; omit_media: also pictures and sounds; group_by: is
     read; all_trained: no turn may have a weight."""
 
-    def __init__(
-        self,
-        *,
-        template_keys: Collection[str] = (),
-        leave_out: Collection[str] = (),
-        omit_media: bool = False,
-        group_by: str | None = None,
-        all_trained: bool = False,
-    ) -> None:
-        self._group_by, self.all_trained = group_by, all_trained
-        self._template_keys = frozenset(template_keys) | REASONING_KEYS
-        self.leave_out = frozenset(leave_out)
-        self.omit_media = omit_media
-        self._shapes: dict[tuple[str, ...], Shape] = {}
-        self._counts: dict[tuple[str, str], int] = {}
-        self._columns: dict[str, None] = {}
+    template_keys: Collection[str] = ()
+    leave_out: Collection[str] = ()
+    omit_media: bool = False
+    group_by: str | None = None
+    all_trained: bool = False
+    _shapes: dict[tuple[str, ...], Shape] = field(default_factory=dict)
+    _counts: dict[tuple[str, str], int] = field(default_factory=dict)
+    _columns: dict[str, None] = field(default_factory=dict)
 
     def take(self, place: Place, item: Values, where: str) -> tuple[Values, Shape]:
         """Account for the keys of an item; return it without keys to be left out, and its shape.
@@ -233,11 +226,11 @@ class KeyAccount:
         kept = [key for key in item if key not in self.leave_out]
         flags = [key for key in kept if key in place.flags and key not in place.read]
         others = [key for key in kept if key not in place.read and key not in flags]
-        known = self._template_keys if place.passed else frozenset[str]()
+        known = {*self.template_keys, *REASONING_KEYS} if place.passed else set[str]()
         unread = [key for key in item if key in self.leave_out]
         unread += [key for key in others if key not in known]
         if not place.name:
-            unread = [key for key in unread if key != self._group_by]
+            unread = [key for key in unread if key != self.group_by]
         has_optional = not place.optional.isdisjoint(kept)
         shape = Shape(tuple(unread), tuple(flags), tuple(others), has_optional)
         if not place.name:

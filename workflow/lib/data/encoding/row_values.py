@@ -48,9 +48,9 @@ def check_json(value: Any, what: str) -> None:
     """Raise `RowError` for values outside of JSON in UTF-8: dates, bytes and decimals of tables,
     NaN, lone surrogates. A chat template would fail at them, or write Python's text of them."""
     try:
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-    except UnicodeEncodeError:
-        raise RowError(f"invalid Unicode: {what} holds a lone surrogate") from None
+        check_unicode(json.dumps(value, ensure_ascii=False, allow_nan=False), what)
+    except RowError:
+        raise
     except (TypeError, ValueError) as error:
         raise RowError(
             f"no JSON: {what} holds a value that JSON has no form for ({error})"

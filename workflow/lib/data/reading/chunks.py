@@ -8,6 +8,7 @@ A row is numbered from 1; in JSON Lines its number is its line. `row_formats` de
 columns mean."""
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -95,6 +96,9 @@ def too_large(number: int, start: str) -> BrokenRow:
 
 
 NOT_UTF8 = "invalid UTF-8"
+UNDECODED = re.compile(
+    "[\udc80-\udcff]"
+)  # bytes that are no UTF-8, as `surrogateescape` reads them
 
 
 class Chunk(Protocol):
@@ -170,23 +174,12 @@ def text_row(number: int, text: bytes) -> Row | BrokenRow:
 def csv_row(number: int, fields: list[str], *, header: tuple[str, ...]) -> Row | BrokenRow:
     """Return the row of a record; bytes that are no UTF-8 are lone surrogates in it."""
     text = ",".join(fields)
-    if holds_undecoded(text):
+    if UNDECODED.search(text):
         return BrokenRow(number, NOT_UTF8, preview(text))
     if len(fields) != len(header):
         reason = f"wrong number of fields: {len(fields)}, the header has {len(header)}"
         return BrokenRow(number, reason, preview(text))
     return Row(number, dict(zip(header, fields, strict=True)))
-
-
-def holds_undecoded(text: str) -> bool:
-    """Tell whether `text` was decoded with `surrogateescape` from bytes that are no UTF-8."""
-    if text.isascii():
-        return False
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return True
-    return False
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, TextIO
 from workflow.lib.data.reading.chunks import (
     MAX_ROW_BYTES,
     NOT_UTF8,
+    UNDECODED,
     BrokenRow,
     Chunk,
     Parsed,
@@ -22,7 +23,6 @@ from workflow.lib.data.reading.chunks import (
     Unparsed,
     as_row,
     csv_row,
-    holds_undecoded,
     json_row,
     parse_json,
     parse_json_at,
@@ -163,7 +163,7 @@ def _next_sign(text: str, start: int) -> tuple[str, int]:
 def _element(number: int, value: object, source: str) -> Row | BrokenRow:
     if len(source) > MAX_ROW_BYTES:
         return too_large(number, source)
-    if holds_undecoded(source):
+    if UNDECODED.search(source):
         return BrokenRow(number, NOT_UTF8, preview(source))
     return as_row(number, value)
 

@@ -67,9 +67,11 @@ class Encoding:
 
 @dataclass(frozen=True)
 class ChunkTask:
-    """A chunk of a source for the shard at `stem`; None if that is finished."""
+    """A chunk of a source for the shard at `stem`; None if that is finished. file: its number in
+    the split."""
 
     source: int
+    file: int
     chunk: Chunk | None
     stem: Path
 
@@ -157,34 +159,34 @@ def encode_corpus(
                 "text; or take them out of the data",
             )
 
-    stems: dict[Path, int] = {}
-    tasks = _tasks(corpus, split, work, stems)
     done = map_in_order(
-        tasks, prepare=partial(make_encoder, encoding), processes=processes, alone=FEW_CHUNKS
+        _tasks(corpus, split, work),
+        prepare=partial(make_encoder, encoding),
+        processes=processes,
+        alone=FEW_CHUNKS,
     )
     with Progress(f"data.{split}", total=None, unit="rows") as progress:
-        for stem in done:
-            file = corpus.files[stems[stem]]
-            progress.add(corpus.add(stem, stems.pop(stem)).rows_read)
+        for number, stem in done:
+            file = corpus.files[number]
+            progress.add(corpus.add(stem, number).rows_read)
             if file.rows_read >= ENOUGH_ROWS:
                 check(file)
     for file in corpus.files:
         check(file)
 
 
-def _tasks(corpus: Corpus, split: str, work: Path, stems: dict[Path, int]) -> Iterator[ChunkTask]:
-    """Yield a task per chunk, and note in `stems` which file it belongs to."""
+def _tasks(corpus: Corpus, split: str, work: Path) -> Iterator[ChunkTask]:
     types = [file.file_type for source in corpus.sources for file in source.files]
     for number, (file, file_type) in enumerate(zip(corpus.files, types, strict=True)):
         chunks = read_chunks(file.path, setting=f"data.{split}", file_type=file_type)
         for position, chunk in enumerate(chunks):
             stem = work / f"{split}-{number:05d}-{position:07d}"
-            stems[stem] = number
             file.blank_lines += chunk.blank_lines
-            yield ChunkTask(file.source, None if is_finished(stem) else chunk, stem)
+            yield ChunkTask(file.source, number, None if is_finished(stem) else chunk, stem)
 
 
-def make_encoder(encoding: Encoding) -> Callable[[ChunkTask], Path]:
+def make_encoder(encoding: Encoding) -> Callable[[ChunkTask], tuple[int, Path]]:
+    """Return the function that writes a task's shard, and returns its file and stem."""
     settings, encoder = encoding.settings, encoding.encoder
     template_keys = keys_in_template(encoding.chat_template or "")
     accounts = [
@@ -206,7 +208,7 @@ def make_encoder(encoding: Encoding) -> Callable[[ChunkTask], Path]:
         judged = to_judged(row.value, format=format, columns=columns, keys=keys, rated=rated)
         return begin_judged(encoder, judged)
 
-    def encode(task: ChunkTask) -> Path:
+    def encode(task: ChunkTask) -> tuple[int, Path]:
         if task.chunk is not None:
             encode_rows(
                 task.chunk.rows(),
@@ -218,7 +220,7 @@ def make_encoder(encoding: Encoding) -> Callable[[ChunkTask], Path]:
                 examples=encoding.examples,
                 stem=task.stem,
             )
-        return task.stem
+        return task.file, task.stem
 
     return encode
 
