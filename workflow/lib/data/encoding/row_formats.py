@@ -30,7 +30,12 @@ from workflow.lib.data.encoding.keys_read import (
     Place,
     row_weight,
 )
-from workflow.lib.data.encoding.row_columns import system_columns, tools_columns
+from workflow.lib.data.encoding.row_columns import (
+    REQUIRED,
+    TARGETS,
+    system_columns,
+    tools_columns,
+)
 from workflow.lib.data.encoding.row_values import (
     EMPTY,
     RowError,
@@ -53,15 +58,11 @@ SWITCHES = {"enable_thinking": bool, "reasoning_effort": str}
 THINKING = "thinking"  # an argument if it is true or false, a reasoning if it is text
 NOTHING: Values = {}
 SWITCHED = {"on", "off"}  # values of a column `reasoning` that are no reasoning
-# Columns that each format reads, by their keys of `data.columns`.
-READ_COLUMNS: dict[Format, tuple[str, ...]] = {
-    "messages": ("messages",),
-    "prompt_completion": ("prompt", "completion"),
-    "alpaca": ("instruction", "input", "output"),
-    "tokens": ("input_ids", "labels", "loss_mask"),
-    "text": ("text",),
-    "pairs": ("prompt", "chosen", "rejected", "score_chosen", "score_rejected"),
-    "ranked": ("prompt", "answers"),
+# Columns that a format reads beside those that it needs, by their keys of `data.columns`.
+ALSO_READ: dict[Format, tuple[str, ...]] = {
+    "alpaca": ("input",),
+    "tokens": TARGETS,
+    "pairs": ("prompt", "score_chosen", "score_rejected"),
 }
 BEGIN_OF_MESSAGES = re.compile(r"""\s*\[?\s*\{\s*['"](?:role|content|from|value)['"]\s*:""")
 ROLE_IN_TEXT = re.compile(rf"""['"](?:role|from)['"]\s*:\s*['"](?:{"|".join(ROLES)})['"]""")
@@ -93,7 +94,7 @@ class RowParts(NamedTuple):
 
 @cache
 def row_place(format: Format, columns: DataColumns) -> Place:
-    names = {getattr(columns, key) for key in READ_COLUMNS[format]}
+    names = {getattr(columns, key) for key in (*REQUIRED[format], *ALSO_READ.get(format, ()))}
     optional: set[str] = set()
     if format == "tokens":
         names |= {"attention_mask", "position_ids"}
@@ -359,10 +360,6 @@ def _text(row: RowParts) -> Unweighted:
     return _column(row.value, row.columns.text)
 
 
-def _tokens(row: RowParts) -> Unweighted:
-    return read_tokens(row.value, row.columns)
-
-
 def _column(value: Values, name: str) -> str:
     return text_of(_given(value, name), f"column {name!r}")
 
@@ -377,6 +374,6 @@ READ: dict[Format, Callable[[RowParts], Unweighted]] = {
     "messages": _messages,
     "prompt_completion": _prompt_completion,
     "alpaca": _alpaca,
-    "tokens": _tokens,
+    "tokens": lambda row: read_tokens(row.value, row.columns),
     "text": _text,
 }

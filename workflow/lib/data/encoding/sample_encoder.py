@@ -117,7 +117,8 @@ class SampleEncoder:
 
     def _begin(self, sample: Sample) -> Callable[[], list[Encoded]]:
         if isinstance(sample, Weighted):
-            return partial(_weighted, self._begin(sample.sample), sample.weight)
+            begun = self._begin(sample.sample)
+            return lambda: [encoded.weighted(sample.weight) for encoded in begun()]
         if isinstance(sample, Conversation):
             rendered = _chosen(self._renderers, sample).render(sample)
             return partial(
@@ -290,10 +291,6 @@ def _check_arguments(
             raise setting_error(
                 f"data.template_kwargs.{name}", value, wrong[0], "Remove it, or correct the name"
             )
-
-
-def _weighted(begun: Callable[[], list[Encoded]], weight: float) -> list[Encoded]:
-    return [encoded.weighted(weight) for encoded in begun()]
 
 
 def _encoded(

@@ -70,14 +70,20 @@ def _stands(value: str, document: str) -> bool:
     return value in document or json.dumps(value, ensure_ascii=False)[1:-1] in document
 
 
-class Collector:
-    """Collects texts, names of functions, tools on offer and arguments of calls, as they are."""
-
+class _Visitor:
     def __init__(self) -> None:
         self.texts: list[Text] = []
 
+    def _add(self, place: Place, value: str, *parts: str) -> None:
+        stripped = tuple(part.strip() for part in parts if part.strip())
+        self.texts.append(Text(place, value, stripped))
+
+
+class Collector(_Visitor):
+    """Collects texts, names of functions, tools on offer and arguments of calls, as they are."""
+
     def text(self, place: Place, text: str) -> str:
-        self.texts.append(Text(place, text.strip()))
+        self._add(place, text.strip())
         return text
 
     def word(self, place: Place, word: str) -> str:
@@ -98,16 +104,9 @@ class Collector:
         self._add(place, whole, *leaves)
         return arguments
 
-    def _add(self, place: Place, value: str, *parts: str) -> None:
-        stripped = tuple(part.strip() for part in parts if part.strip())
-        self.texts.append(Text(place, value, stripped))
 
-
-class Marker:
+class Marker(_Visitor):
     """Puts marks into every text, and collects them as texts to be searched."""
-
-    def __init__(self) -> None:
-        self.texts: list[Text] = []
 
     def text(self, place: Place, text: str) -> str:
         number = len(self.texts)
@@ -142,9 +141,6 @@ class Marker:
             number,
             lambda text: self.text(place, text) if text.strip() else text,
         )
-
-    def _add(self, place: Place, mark: str) -> None:
-        self.texts.append(Text(place, mark))
 
 
 Visitor = Collector | Marker

@@ -5,7 +5,6 @@ The unpacked size is bounded: a compressed file may be made to fill a disk or to
 import io
 import shutil
 import tempfile
-from contextlib import ExitStack
 from pathlib import Path, PurePath
 from typing import IO, Any, BinaryIO, Literal
 
@@ -79,12 +78,11 @@ def open_seekable(path: Path) -> IO[bytes]:
     """Open a file for reading anywhere; a compressed one in a temporary unpacked file."""
     if compression_of(path) is None:
         return path.open("rb")
-    with open_bytes(path) as packed, ExitStack() as on_error:
-        unpacked = on_error.enter_context(tempfile.TemporaryFile())
+    unpacked = tempfile.TemporaryFile()  # noqa: SIM115  (the caller closes it)
+    with open_bytes(path) as packed:
         shutil.copyfileobj(packed, unpacked, BUFFER_BYTES)
-        unpacked.seek(0)
-        on_error.pop_all()
-        return unpacked
+    unpacked.seek(0)
+    return unpacked
 
 
 def read_head(path: Path, *, length: int = 4096) -> bytes:

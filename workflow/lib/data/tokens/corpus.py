@@ -244,6 +244,9 @@ def check_rejected_share(corpora: Iterable[Corpus], *, largest: float, rejects: 
         unusable = file.counts["unusable"]
         share = unusable / max(1, file.rows_read)
         if share > largest:
+            encoded = any(NOT_UTF8 in reason for reason in file.first_reasons)
+            save = "Save the file as UTF-8 (iconv -f WINDOWS-1252 -t UTF-8), mend"
+            convert = save if encoded else "Mend"
             raise setting_error(
                 "data.max_rejected_share",
                 largest,
@@ -251,11 +254,5 @@ def check_rejected_share(corpora: Iterable[Corpus], *, largest: float, rejects: 
                 f"({share:.1%}).\n  "
                 + "\n  ".join(file.first_reasons)
                 + f"\nAll of them, with reasons: {rejects}",
-                _remedy(file),
+                f"{convert} the rows, or raise the share",
             )
-
-
-def _remedy(file: FileRows) -> str:
-    encoded = any(NOT_UTF8 in reason for reason in file.first_reasons)
-    convert = "Save the file as UTF-8 (iconv -f WINDOWS-1252 -t UTF-8), mend" if encoded else "Mend"
-    return f"{convert} the rows, or raise the share"
