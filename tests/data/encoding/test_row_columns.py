@@ -1,10 +1,22 @@
 """The columns of a source decide what its rows are, or are refused with what to set."""
 
+import re
+
 import pytest
 
 from workflow.lib.data.encoding.row_columns import choose_format
 from workflow.lib.settings.data import DataColumns
 from workflow.lib.system.errors import UserError
+
+
+def choose(present, *, format="auto", examples="texts", **names):
+    return choose_format(
+        present,
+        format=format,
+        columns=DataColumns(**names),
+        setting="data.train",
+        examples=examples,
+    )
 
 
 @pytest.mark.parametrize(
@@ -21,14 +33,12 @@ from workflow.lib.system.errors import UserError
     ],
 )
 def test_auto_takes_the_format_whose_columns_are_there(columns, format):
-    chosen, _ = choose_format(columns, format="auto", columns=DataColumns(), setting="data.train")
-    assert chosen == format
+    assert choose(columns)[0] == format
 
 
 def test_missing_columns_lists_found_and_expected_and_the_key():
-    names = DataColumns(prompt="question")
     with pytest.raises(UserError) as caught:
-        choose_format(["q", "a"], format="prompt_completion", columns=names, setting="data.train")
+        choose(["q", "a"], format="prompt_completion", prompt="question")
     text = str(caught.value)
     assert "data.format = 'prompt_completion': data.train has the columns 'q', 'a'" in text
     assert "prompt_completion (question, completion)" in text
@@ -36,11 +46,9 @@ def test_missing_columns_lists_found_and_expected_and_the_key():
 
 
 def test_misspelt_column_is_named_with_the_nearest_one():
-    names = DataColumns(prompt="Question text", completion="Reply", text="body")
+    names = {"prompt": "Question text", "completion": "Reply", "text": "body"}
     with pytest.raises(UserError) as caught:
-        choose_format(
-            ["ID", "Question Text", "Answer "], format="auto", columns=names, setting="data.train"
-        )
+        choose(["ID", "Question Text", "Answer "], **names)
     text = str(caught.value)
     assert "the columns 'ID', 'Question Text', 'Answer '," in text
     assert (
@@ -51,21 +59,15 @@ def test_misspelt_column_is_named_with_the_nearest_one():
     assert "data.columns.messages" not in text
 
 
-def test_token_ids_without_targets_are_told_what_is_missing():
-    with pytest.raises(UserError, match=r"tokens \(input_ids with labels or loss_mask\)"):
-        choose_format(["input_ids"], format="auto", columns=DataColumns(), setting="data.train")
-
-
 def test_column_names_cannot_speak_to_the_terminal():
     with pytest.raises(UserError) as caught:
-        choose_format(["\x1b[2J"], format="auto", columns=DataColumns(), setting="data.train")
+        choose(["\x1b[2J"])
     assert r"\x1b[2J" in str(caught.value)
 
 
 def test_names_that_the_user_chose_are_not_replaced():
-    names = DataColumns(output="reply")
     with pytest.raises(UserError, match=r"data\.columns\.output = 'reply' is none of them"):
-        choose_format(["question", "answer"], format="alpaca", columns=names, setting="data.train")
+        choose(["question", "answer"], format="alpaca", output="reply")
 
 
 @pytest.mark.parametrize(
@@ -80,29 +82,11 @@ def test_names_that_the_user_chose_are_not_replaced():
 )
 def test_rows_that_are_messages_of_a_tree_are_refused_with_the_cure(columns):
     with pytest.raises(UserError, match=r"Write one row for each path.* set data\.format: text"):
-        choose_format(columns, format="auto", columns=DataColumns(), setting="data.train")
+        choose(columns)
 
 
 def test_texts_of_a_tree_are_texts_if_the_user_says_so():
-    chosen = choose_format(
-        ["parent_id", "role", "text"], format="text", columns=DataColumns(), setting="data.train"
-    )
-    assert chosen == ("text", DataColumns())
-
-
-@pytest.mark.parametrize(
-    ("columns", "setting"),
-    [
-        (["prompt", "chosen", "rejected"], "data.columns: {completion: chosen}"),
-        (["chosen", "rejected"], "data.columns: {messages: chosen}"),
-        (["system", "chat"], "data.columns: {text: chat}"),
-        (["question", "solution", "answer"], "{instruction: question, output: solution}"),
-    ],
-)
-def test_columns_that_mean_no_format_are_refused_with_what_to_set(columns, setting):
-    with pytest.raises(UserError) as caught:
-        choose_format(columns, format="auto", columns=DataColumns(), setting="data.train")
-    assert setting in str(caught.value)
+    assert choose(["parent_id", "role", "text"], format="text") == ("text", DataColumns())
 
 
 @pytest.mark.parametrize(
@@ -139,10 +123,7 @@ def test_columns_that_mean_no_format_are_refused_with_what_to_set(columns, setti
     ],
 )  # fmt: skip
 def test_columns_are_known_by_their_public_names(columns, examples, format, names):
-    chosen = choose_format(
-        columns, format="auto", columns=DataColumns(), setting="data.train", examples=examples
-    )
-    assert chosen == (format, DataColumns(**names))
+    assert choose(columns, examples=examples) == (format, DataColumns(**names))
 
 
 @pytest.mark.parametrize(
@@ -159,30 +140,25 @@ def test_columns_are_known_by_their_public_names(columns, examples, format, name
     ],
 )  # fmt: skip
 def test_format_whose_columns_the_user_names_comes_first(columns, examples, format, names):
-    given = DataColumns(**names)
-    chosen = choose_format(
-        columns, format="auto", columns=given, setting="data.train", examples=examples
-    )
-    assert chosen == (format, given)
+    assert choose(columns, examples=examples, **names) == (format, DataColumns(**names))
 
 
 @pytest.mark.parametrize(
     ("columns", "examples", "message"),
     [
-        (["prompt", "completion"], "pairs", r"those of pairs \(chosen, rejected\) or ranked"),
-        (["prompt", "completion"], "rated", r"data\.columns\.label names the column that says"),
-        (
-            ["prompt", "chosen", "rejected"],
-            "texts",
-            "train.objective: dpo, for one, trains",
-        ),
+        (["input_ids"], "texts", "tokens (input_ids with labels or loss_mask)"),
+        (["prompt", "chosen", "rejected"], "texts", "data.columns: {completion: chosen}"),
+        (["prompt", "chosen", "rejected"], "texts", "train.objective: dpo, for one, trains"),
+        (["chosen", "rejected"], "texts", "data.columns: {messages: chosen}"),
+        (["system", "chat"], "texts", "data.columns: {text: chat}"),
+        (["question", "solution", "answer"], "texts", "{instruction: question, output: solution}"),
+        (["prompt", "completion"], "pairs", "those of pairs (chosen, rejected) or ranked"),
+        (["prompt", "completion"], "rated", "data.columns.label names the column that says"),
     ],
 )
-def test_columns_of_other_examples_are_refused_with_the_cure(columns, examples, message):
-    with pytest.raises(UserError, match=message):
-        choose_format(
-            columns, format="auto", columns=DataColumns(), setting="data.train", examples=examples
-        )
+def test_columns_that_mean_no_format_are_refused_with_what_to_set(columns, examples, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        choose(columns, examples=examples)
 
 
 @pytest.mark.parametrize(
@@ -191,6 +167,4 @@ def test_columns_of_other_examples_are_refused_with_the_cure(columns, examples, 
 def test_format_of_other_examples_is_refused(format, examples):
     reason = rf"data\.format = '{format}': .* is trained on {examples}, .* Set auto, or one of"
     with pytest.raises(UserError, match=reason):
-        choose_format(
-            ["text"], format=format, columns=DataColumns(), setting="data.train", examples=examples
-        )
+        choose(["text"], format=format, examples=examples)

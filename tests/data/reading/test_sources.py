@@ -91,18 +91,31 @@ def test_link_to_nothing_or_a_folder_stops_instead_of_being_passed_over(
         files(tree, path)
 
 
-@pytest.mark.parametrize("pattern", ["none.jsonl", "*.csv", "a**b.jsonl", "data/*/none"])
-def test_path_that_names_no_file_stops(tree, pattern):
-    with pytest.raises(UserError, match=r"data\.train = .* Give a path that exists"):
-        files(tree, pattern)
+NOWHERE = r"data\.train = .* Give a path that exists"
 
 
-def test_misspelt_path_is_told_the_nearest_name(tree):
+@pytest.mark.parametrize(
+    ("train", "said"),
+    [
+        *((name, NOWHERE) for name in ["none.jsonl", "*.csv", "a**b.jsonl", "data/*/none"]),
+        ("answer.parqet", r"no such file or folder\. Did you mean 'answers.parquet'\? "),
+        (".", r"several types \(json, jsonl, parquet\). Name the files by a glob"),
+        ("empty", r"holds no file that ends in \.jsonl"),
+        ("README.md", r"README.md': the extension is none of .* data\.file_type"),
+        (
+            [{"path": "a.jsonl", "name": "x"}, {"path": "data", "name": "x"}],
+            r"data\.train = 'x': 2 sources have this name",
+        ),
+        ("splits/", r"the splits train, test. Name the folder of one: splits/<split>"),
+    ],
+)
+def test_path_that_names_no_files_of_one_type_stops_with_what_to_do(tree, train, said):
     (tree / "answers.parquet").touch()
-    with pytest.raises(
-        UserError, match=r"no such file or folder\. Did you mean 'answers.parquet'\? "
-    ):
-        files(tree, "answer.parqet")
+    for name in ("empty", "splits"):
+        (tree / name).mkdir()
+    (tree / "splits" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    with pytest.raises(UserError, match=said):
+        files(tree, train)
 
 
 @pytest.mark.parametrize(
@@ -120,22 +133,7 @@ def test_path_that_is_no_path_is_answered_with_what_it_seems_to_be(path, advice)
     assert f": there is no such file or folder. {advice}" in str(refusal.value)
 
 
-def test_folder_of_several_types_asks_for_a_glob(tree):
-    with pytest.raises(
-        UserError, match=r"several types \(jsonl, parquet\). Name the files by a glob"
-    ):
-        files(tree, ".")
-
-
-def test_folder_without_data_lists_the_extensions(tree):
-    (tree / "empty").mkdir()
-    with pytest.raises(UserError, match=r"holds no file that ends in \.jsonl"):
-        files(tree, "empty")
-
-
-def test_file_of_unknown_extension_needs_a_type(tree):
-    with pytest.raises(UserError, match=r"README.md': the extension is none of .* data\.file_type"):
-        files(tree, "README.md")
+def test_file_of_unknown_extension_is_of_the_type_that_is_set(tree):
     (source,) = sources(tree, "README.md", file_type="text")
     assert [file.file_type for file in source.files] == ["text"]
 
@@ -151,12 +149,6 @@ def test_several_sources_keep_order_name_and_weight(tree):
         ("data", 1.0, 3),
         ("mine", 0.5, 1),
     ]
-
-
-def test_two_sources_of_one_name_stop(tree):
-    same = [{"path": "a.jsonl", "name": "x"}, {"path": "data", "name": "x"}]
-    with pytest.raises(UserError, match=r"data\.train = 'x': 2 sources have this name"):
-        files(tree, same)
 
 
 @pytest.mark.parametrize(
@@ -206,14 +198,6 @@ def test_saved_dataset_that_is_not_whole_stops(tree, state, finding):
     save_state(tree / "other", **state)
     with pytest.raises(UserError, match=finding):
         files(tree, "other")
-
-
-def test_saved_dictionary_of_splits_asks_which_one(tree):
-    (tree / "other" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    with pytest.raises(
-        UserError, match=r"the splits train, test. Name the folder of one: other/<split>"
-    ):
-        files(tree, "other/")
 
 
 def test_record_of_a_download_is_no_data(tree):
