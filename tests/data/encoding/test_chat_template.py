@@ -178,15 +178,11 @@ def rendered(tokenizer, template, **arguments):
     )
 
 
-def test_template_with_arguments_renders_as_if_they_were_given(tokenizer):
-    text = rendered(tokenizer, with_arguments(TEMPLATE, ARGUMENTS))
-    assert text == rendered(tokenizer, TEMPLATE, **ARGUMENTS)
+@pytest.mark.parametrize("given", [{}, {"mode": "other"}])
+def test_template_with_arguments_renders_as_if_they_were_given_or_others(tokenizer, given):
+    text = rendered(tokenizer, with_arguments(TEMPLATE, ARGUMENTS), **given)
+    assert text == rendered(tokenizer, TEMPLATE, **(ARGUMENTS | given))
     assert json.dumps(ARGUMENTS["depth"]) in text
-
-
-def test_argument_that_is_given_comes_before_the_template_s(tokenizer):
-    text = rendered(tokenizer, with_arguments(TEMPLATE, ARGUMENTS), mode="other")
-    assert text == rendered(tokenizer, TEMPLATE, **(ARGUMENTS | {"mode": "other"}))
 
 
 @pytest.mark.parametrize("key", ["role", "content"])

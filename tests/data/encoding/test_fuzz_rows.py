@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from tests.data.reading.test_data_file import MAKERS
 from tests.support.encoding import TOOL_TEMPLATE
-from tests.support.tiny import tiny_tokenizer
 from workflow.lib.data.encoding.keys_read import KeyAccount
 from workflow.lib.data.encoding.preference_rows import begin_judged, to_judged
 from workflow.lib.data.encoding.row_columns import FORMATS
@@ -67,11 +66,6 @@ def mutated(content, edits):
         }[kind]
         content = content[:first] + middle + (b"" if kind == "end" else content[last:])
     return content
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +122,15 @@ KEYS = [
 ]
 TALK = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 WORDS = ["user", "assistant", "tool", "gpt", "function_call", "f", "", "{}", "[]", '{"name": "f"}']
-WORDS += ["\ud800", "\x1b", "\n\nHuman: q\n\nAssistant: a"]
+WORDS += [
+    "tool_use",
+    "tool_result",
+    "thinking",
+    "tool-call",
+    "\ud800",
+    "\x1b",
+    "\n\nHuman: q\n\nAssistant: a",
+]
 WORDS += ['{"name": "f", "arguments": "{\\"a\\": \\"\\\\ud800\\"}"}', '{"a": "\\ud800"}']
 OF_TABLES = [datetime(2024, 7, 26), date(2024, 7, 26), timedelta(1), Decimal("1.5"), b"x"]
 SCALARS = st.sampled_from([None, True, 0, 1, -100, 10**30, 0.5, math.nan, *OF_TABLES, *WORDS])
