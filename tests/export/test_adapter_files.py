@@ -239,7 +239,8 @@ def test_every_place_of_a_template_in_a_merged_folder_holds_the_trained_one(run,
     old = [{"name": "default", "template": "old"}, {"name": "tool_use", "template": "older"}]
     config = tmp_path / "tokenizer_config.json"
     write_json(config, read_json(config) | {"chat_template": old})
-    write_json(tmp_path / "chat_template.json", {"chat_template": "old"})
+    for name in ("chat_template.json", "processor_config.json"):
+        write_json(tmp_path / name, {"chat_template": "old"})
     facts = facts_of(run / "model", CHAT_TEMPLATE)
     replace_chat_template(tmp_path, facts=facts)
     check_conversations(tmp_path, facts.probes)
