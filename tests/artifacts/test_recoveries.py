@@ -146,7 +146,7 @@ def test_report_shows_the_settings_that_the_user_gave():
             {"train": {"start_from": "team/adapter"}},
             "'team/adapter' names an adapter from elsewhere",
         ),
-        ({"lora": {"use_dora": True}}, "lora.use_dora = True"),
+        ({"lora": {"use_dora": True}}, "lora.use_dora = true"),
         ({"lora": {"modules_to_save": ["lm_head"]}}, "lora.modules_to_save = .*lm_head"),
         ({"model": {"add_tokens": ["<a>"]}}, "model.add_tokens = .*<a>"),
         ({"quantize": {"recovery_steps": -1}}, "quantize.recovery_steps"),

@@ -99,7 +99,7 @@ def test_copies_that_do_not_fit_are_refused(model):
 @pytest.mark.parametrize(
     ("processes", "gib", "match"),
     [
-        (1, 16, r"evaluate\.shard = True: one process has nobody"),
+        (1, 16, r"evaluate\.shard = true: one process has nobody"),
         ("auto", 2, r"evaluate\.processes = 4: a slice of 2\.5 GiB leaves a GPU of 2\.0 GiB too"),
         (5, 16, r"evaluate\.processes = 5: .* room for 4 process"),
     ],

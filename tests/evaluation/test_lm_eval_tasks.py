@@ -213,7 +213,7 @@ def test_chat_template_that_is_not_there_is_refused(tmp_path):
     settings = task_file(tmp_path, "chat")
     with pytest.raises(
         UserError,
-        match=r"evaluate\.apply_chat_template = True: .*no chat template.*Set it to false",
+        match=r"evaluate\.apply_chat_template = true: .*no chat template.*Set it to false",
     ):
         load(settings, plain)
 

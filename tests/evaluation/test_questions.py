@@ -291,7 +291,7 @@ def test_base_is_not_measured_again_for_another_adapter(
 
 def test_one_document_is_too_few_for_an_interval(folder, tokenizer):
     with pytest.raises(
-        UserError, match=r"evaluate\.heldout = True: an interval needs at least 2 .* there are 1\."
+        UserError, match=r"evaluate\.heldout = true: an interval needs at least 2 .* there are 1\."
     ):
         prepare(store(folder, "one"), tokenizer=tokenizer, settings=EvaluateConfig(tasks=()))
 

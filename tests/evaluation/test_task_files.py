@@ -87,7 +87,7 @@ CODE = {
 @pytest.mark.parametrize("line", CODE.values(), ids=CODE)
 def test_task_file_that_may_run_code_is_refused(tmp_path, line):
     (tmp_path / "one.yaml").write_text(f"output_type: multiple_choice\n{line}\n")
-    with pytest.raises(UserError, match=r"one\.yaml may run code \(.*evaluate\.task_code = False"):
+    with pytest.raises(UserError, match=r"one\.yaml may run code \(.*evaluate\.task_code = false"):
         refuse_code(str(tmp_path))
 
 

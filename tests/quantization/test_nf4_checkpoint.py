@@ -264,7 +264,7 @@ def test_published_base_is_read_as_the_weights_that_it_decodes_to(published):
     ("settings", "message"),
     [
         ({"block_size": 128}, r"quantize\.block_size = 128: .*NF4 already, with 64"),
-        ({"double_quant": False}, r"quantize\.double_quant = False: .*with True.*to true"),
+        ({"double_quant": False}, r"quantize\.double_quant = false: .*with True.*to true"),
         ({"method": "calibrated"}, r"quantize\.method = 'calibrated': .*taken as they are"),
     ],
 )

@@ -7,7 +7,7 @@ import pytest
 from tests.support.settings_examples import message
 from workflow.lib.settings.config import load_config
 from workflow.lib.settings.errors_in_words import REMOVED_KEYS
-from workflow.lib.system.errors import UserError
+from workflow.lib.system.errors import UserError, as_yaml
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_unknown_key_is_answered_with_the_nearest_one_or_all(document, key, answ
 )
 def test_wrong_value_gives_one_line_with_setting_value_bound_and_change(section, key, value, bound):
     assert message({section: {key: value}}) == [
-        f"{section}.{key} = {value!r}: {bound}. Change it in config.yaml."
+        f"{section}.{key} = {as_yaml(value)}: {bound}. Change it in config.yaml."
     ]
 
 
@@ -118,7 +118,7 @@ def test_wrong_value_gives_one_line_with_setting_value_bound_and_change(section,
     [
         ("model", "name", 7, "7", "must be text"),
         ("model", "name", datetime.date(2026, 1, 1), "2026-01-01", "must be text"),
-        ("data", "train", True, "True", "must be text"),
+        ("data", "train", True, "true", "must be text"),
         ("lora", "target_modules", 3, "3", "must be a list or text"),
         ("lora", "target_modules", ["q", 3], "['q', 3]", "entry 2 must be text"),
         ("data", "train", ["a", 7], "['a', 7]", "entry 2 must be text"),
@@ -192,7 +192,7 @@ def test_key_that_yaml_reads_as_a_number_is_refused():
     ("runs", "line"),
     [
         ({}, "runs = {}: must have at least 1 entry. Change it in config.yaml."),
-        (None, "runs = None: must be a section (keys below it). Change it in config.yaml."),
+        (None, "runs = null: must be a section (keys below it). Change it in config.yaml."),
         ({"a": 3}, "runs.a = 3: must be a section (keys below it). Change it in config.yaml."),
         (
             {"a": {"lora": {"r": 0}}},
@@ -218,9 +218,12 @@ def test_mistake_in_a_run_is_named_by_the_path_in_the_file(runs, line):
     assert message({"runs": runs}) == [line]
 
 
-@pytest.mark.parametrize("name", [False, True, 1.5, 7, datetime.date(2026, 1, 1)])
-def test_name_of_a_run_that_yaml_takes_for_something_else_is_to_be_quoted(name):
-    with pytest.raises(UserError, match=rf"runs: the name {name} must be text\. Put it in quotes"):
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [(False, "false"), (True, "true"), (1.5, "1.5"), (datetime.date(2026, 1, 1), "2026-01-01")],
+)
+def test_name_of_a_run_that_yaml_takes_for_something_else_is_to_be_quoted(name, shown):
+    with pytest.raises(UserError, match=rf"runs: the name {shown} must be text\. Put it in quotes"):
         load_config({"runs": {name: {}}})
 
 

@@ -15,7 +15,7 @@ from workflow.lib.artifacts import layout
 from workflow.lib.artifacts.local_inputs import check_local_paths
 from workflow.lib.settings.config import Config, load_config
 from workflow.lib.settings.effects import Stage
-from workflow.lib.system.errors import UserError
+from workflow.lib.system.errors import UserError, as_yaml
 
 DOCUMENT = Config().model_dump(mode="json") | {
     "runs": {"demo": {"train": {"learning_rate": 0.001}}}
@@ -165,7 +165,9 @@ def test_no_override_of_a_run_ends_in_a_traceback(override):
     ],
 )
 def test_true_is_no_number(section, key, value):
-    with pytest.raises(UserError, match=rf"{section}\.{key} = {value}: must be a number, not true"):
+    with pytest.raises(
+        UserError, match=rf"{section}\.{key} = {as_yaml(value)}: must be a number, not true"
+    ):
         load_config({section: {key: value}})
 
 

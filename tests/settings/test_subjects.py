@@ -33,7 +33,7 @@ def test_what_is_served_is_among_the_measured(sections, subjects, served):
     ("sections", "message"),
     [
         ({"evaluate": {"subjects": ["base"]}}, r"evaluate\.served: tuned\) must be measured"),
-        ({"evaluate": {"served": "merged"}}, r"export\.merged = False: .* none is exported"),
+        ({"evaluate": {"served": "merged"}}, r"export\.merged = false: .* none is exported"),
         ({"evaluate": {"subjects": ["tuned"]}}, "measured against one of original, base"),
         ({"evaluate": {"subjects": ["base", "base", "tuned"]}}, "entry 2 stands there twice"),
         ({"evaluate": {"subjects": ["orginal"]}}, "entry 1 must be 'original', 'base'"),

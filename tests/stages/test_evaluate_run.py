@@ -121,7 +121,7 @@ def test_two_processes_that_share_the_weights_give_the_same_numbers(
 def test_wrong_setting_ends_in_one_message_before_the_weights_are_read(folder, tmp_path):
     settings = EvaluateConfig(tasks=(), max_documents=1)
     said = refused(folder, tmp_path, settings)
-    assert "evaluate.heldout = True: an interval needs at least 2" in said
+    assert "evaluate.heldout = true: an interval needs at least 2" in said
 
 
 def flip_token(folder):

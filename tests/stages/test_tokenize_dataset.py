@@ -121,7 +121,7 @@ def test_format_text_needs_no_chat_template(stage):
 def test_conversations_without_chat_template_stop(stage):
     stage.tokenizer = stage.folder / "bare"
     tiny_tokenizer(stage.tokenizer, chat_template=False)
-    with pytest.raises(UserError, match=r"data\.chat_template = None: .* the tokenizer has none"):
+    with pytest.raises(UserError, match=r"data\.chat_template = null: .* the tokenizer has none"):
         stage.run()
 
 

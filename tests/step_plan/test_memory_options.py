@@ -50,13 +50,13 @@ def test_embedding_is_on_the_host_where_it_spares_a_gpu(wanted, where, offloaded
 
 def test_option_that_another_forbids_names_both_settings():
     trained = setup(trains_embedding=True)
-    with pytest.raises(UserError, match=r"offload_embedding = True: lora\.modules_to_save"):
+    with pytest.raises(UserError, match=r"offload_embedding = true: lora\.modules_to_save"):
         ROWS["offload_embedding"].settled(True, trained, GPUS)
     graphs = setup(cuda_graphs=True)
     for change, setting in (
         ({"offload_layers": 3}, "hardware.offload_layers = 3"),
         ({"nodes": 2}, "hardware.nodes = 2"),
-        ({"dora": True}, "lora.use_dora = True"),
+        ({"dora": True}, "lora.use_dora = true"),
         ({"trains_head": True}, "lora.modules_to_save = ['lm_head']"),
         ({"attention": "eager"}, "model.attention = eager"),
     ):

@@ -114,7 +114,7 @@ def test_missing_package_is_told_before_any_process_is_started(monkeypatch, tmp_
     line = command_line({"config": {}, "run": "demo", "tracking": tracking} | places)
     args = finetune.command_line(None).parse_args(line)
     with pytest.raises(
-        UserError, match=r"tracking.tensorboard = True: the package tensorboardX is not"
+        UserError, match=r"tracking.tensorboard = true: the package tensorboardX is not"
     ):
         finetune.main(args)
 

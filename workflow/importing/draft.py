@@ -9,7 +9,7 @@ from workflow.importing.reading import Kind, Source, Words, table
 from workflow.importing.scripts import SHOWN_CHARS, Computed
 from workflow.lib.settings.config import Config
 from workflow.lib.settings.objectives import ObjectiveName, needs_of
-from workflow.lib.system.errors import UserError, setting_error
+from workflow.lib.system.errors import UserError, as_yaml, setting_error
 
 OFF: tuple[Any, ...] = (None, False, "", "no", "none", "off", 0, [], {})
 
@@ -108,7 +108,7 @@ class Draft:
             return
         self.document.setdefault(section, {})[name] = value
         self.came_from[setting] = ", ".join(self.spelled[key] for key in given)
-        shown = f"{setting} = {value!r}" + (f": {how}" if how else "")
+        shown = f"{setting} = {as_yaml(value)}" + (f": {how}" if how else "")
         if given:
             self.note("changed" if how else "taken", keys, shown)
         elif keys:

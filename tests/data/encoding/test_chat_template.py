@@ -134,7 +134,7 @@ def test_template_without_generation_tags_writes_the_same():
 def test_argument_that_the_template_does_not_read_is_refused_once_with_the_nearest_name(tokenizer):
     switch = "{% if enable_thinking is defined %}{{ enable_thinking }}{% endif %}"
     refusal = (
-        r"data\.template_kwargs\.enable_thinkin = True: the chat template reads no argument "
+        r"data\.template_kwargs\.enable_thinkin = true: the chat template reads no argument "
         r"'enable_thinkin' \(did you mean enable_thinking\?\); it reads enable_thinking"
     )
     with pytest.raises(UserError, match=refusal):

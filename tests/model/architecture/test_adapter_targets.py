@@ -169,7 +169,7 @@ BESIDE = [f"model.layers.0.mlp.shared_experts.{name}_proj" for name in ("gate", 
     ("settings", "says"),
     [
         ({"dropout": 0.1}, r"lora\.dropout = 0\.1: .*mlp\.experts\).*no dropout .*Remove it"),
-        ({"use_dora": True}, r"lora\.use_dora = True: .* no DoRA for the weights of experts"),
+        ({"use_dora": True}, r"lora\.use_dora = true: .* no DoRA for the weights of experts"),
         (
             {"target_modules": ("gate_proj", "up_proj", "down_proj")},
             r"down_proj means the experts .* half of each .* Name gate_up_proj",

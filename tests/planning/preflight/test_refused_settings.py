@@ -40,7 +40,7 @@ EMBEDDING = {"lora": {"modules_to_save": ["embed_tokens"]}}
         (
             {"hardware": {"offload_activations": True}},
             CPUS,
-            "hardware.offload_activations = True: this run is on CPUs",
+            "hardware.offload_activations = true: this run is on CPUs",
         ),
         (
             {"hardware": {"offload_activations": 33}},
@@ -55,7 +55,7 @@ EMBEDDING = {"lora": {"modules_to_save": ["embed_tokens"]}}
         (
             EMBEDDING | {"hardware": {"offload_embedding": True}},
             machine(),
-            "hardware.offload_embedding = True: lora.modules_to_save trains the embedding",
+            "hardware.offload_embedding = true: lora.modules_to_save trains the embedding",
         ),
     ],
 )

@@ -174,7 +174,7 @@ def test_any_setting_can_be_given(tiny):
         (("--gpus", "4090", "--model", "Qwen3-8B", "--host-gib", "inf"), "--host-gib = inf"),
         (("--model", "Qwen3-8B", "--compare", ""), "--compare = '': machines.1.gpus"),
         (("--gpus", "4090", "--model", "Qwen3-8B", "--largest"), "--model = 'Qwen3-8B'"),
-        (("--gpus", "4090", "--longest"), "--model = None: it is needed with --longest"),
+        (("--gpus", "4090", "--longest"), "--model = null: it is needed with --longest"),
         (("--model", "Qwen3-8B", "--gpus", "4090", "--compare", "4090"), "--gpus = '4090'"),
         (("--model", "Qwen3-8B", "--compare", "2x4090,3x4091"), "machines.2.gpus = '3x4091'"),
         (("--model", "Qwen3-8B", "--cheapest", "/nowhere.yaml"), (

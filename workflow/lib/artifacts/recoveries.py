@@ -14,7 +14,7 @@ from workflow.lib.model.architecture.config_file import read_bounded
 from workflow.lib.model.architecture.model_files import CONFIG
 from workflow.lib.model.architecture.quantization_settings import quantization_of
 from workflow.lib.settings.config import DataConfig, LoraSettings, RunConfig, TrainConfig
-from workflow.lib.system.errors import setting_error
+from workflow.lib.system.errors import as_yaml, setting_error
 
 # Measured on SmolLM2-135M-Instruct (docs/results.md).
 SEQ_LEN, LEARNING_RATE, WARMUP_SHARE, MIN_LR_SHARE = 256, 1e-3, 0.1, 0.1
@@ -53,7 +53,7 @@ def _faults(run: RunConfig, others: Collection[str]) -> Iterator[tuple[str, str]
         if value:
             yield (
                 "the original in 16 bits takes the trained adapter without its recovery, and with "
-                f"{key} = {value} that difference is no adapter",
+                f"{key} = {as_yaml(value)} that difference is no adapter",
                 f"Set it to 0, or {key} to its default",
             )
     if config.is_file() and (quantization_of(read_bounded(config), config) or {}).get(IN_4_BITS):

@@ -50,7 +50,7 @@ def _faults(runs: Mapping[str, RunConfig], last: int) -> Iterator[tuple[str, str
             yield f"run {name} has another end than the last rung ({found})", change
         if not run.evaluate.heldout:
             change = "Set evaluate.heldout to true"
-            yield f"run {name} measures no held-out loss (evaluate.heldout = False)", change
+            yield f"run {name} measures no held-out loss (evaluate.heldout = false)", change
         if layout.tokens_key(run) != layout.tokens_key(runs[first]):
             yield (
                 f"runs {first} and {name} have different tokens, so their losses are of different "

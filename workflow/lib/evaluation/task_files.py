@@ -110,7 +110,7 @@ def _code_error(file: Path, code: str, tasks_dir: str) -> UserError:
     return setting_error(
         "evaluate.tasks_dir",
         tasks_dir,
-        f"{file.name} may run code ({code}), which evaluate.task_code = False forbids",
+        f"{file.name} may run code ({code}), which evaluate.task_code = false forbids",
         "Read that code; if you trust it, set evaluate.task_code to true",
     )
 
@@ -155,7 +155,7 @@ def _refuse_undefined(name: str, definition: Mapping[str, Any], settings: Evalua
                 "evaluate.tasks",
                 name,
                 f"its metric {metric} is code that the package `evaluate` downloads and runs, "
-                "which evaluate.task_code = False forbids",
+                "which evaluate.task_code = false forbids",
                 "Remove the task, or set evaluate.task_code to true",
             )
 

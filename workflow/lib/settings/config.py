@@ -166,11 +166,11 @@ class RunConfig(Sections):
     def _served_model_is_measured(self) -> "RunConfig":
         if "merged" in (self.served, *self.subjects) and not self.export.merged:
             raise ValueError(
-                "export.merged = False: evaluate.served or evaluate.subjects names the merged "
+                "export.merged = false: evaluate.served or evaluate.subjects names the merged "
                 "model, and none is exported. Set it to true, or name another"
             )
         if self.export.serve != "none" and (self.served == "tuned" or not self.evaluate.heldout):
-            wrong = "heldout = False" if self.served != "tuned" else "served = tuned"
+            wrong = "heldout = false" if self.served != "tuned" else "served = tuned"
             raise ValueError(
                 f"export.serve = {self.export.serve} and evaluate.{wrong}: the server has the "
                 "merged model, or the adapter on the original, and its held-out loss is compared. "

@@ -15,6 +15,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from workflow.lib.system.errors import as_yaml
+
 TRAINERS = Path(__file__).parents[2] / "resources" / "trainers"  # keys of others: `importing`
 RENAMED_KEYS = {"lora.rank": "lora.r"}  # of earlier versions, as below
 REMOVED_KEYS = {"train.saved_activations": "preflight never chose it, and it rounds gradients"}
@@ -118,7 +120,7 @@ def _wrong_name(document: Mapping[str, object], detail: ErrorDetails) -> str:
 def _shown(value: Any) -> str:
     """Spell a value, shortened."""
     try:
-        text = value.isoformat() if isinstance(value, datetime.date) else repr(value)
+        text = value.isoformat() if isinstance(value, datetime.date) else as_yaml(value)
     except (RecursionError, ValueError):  # nested too deep; an integer of thousands of digits
         return "..."
     return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}..."

@@ -159,7 +159,7 @@ class MemoryOptions(BasePlan):
                 self.offload_layers > 0
             ),
             f"lora.modules_to_save = {whole}: modules are trained whole": bool(whole),
-            "lora.use_dora = True: DoRA's row norms are made once a step": self.dora,
+            "lora.use_dora = true: DoRA's row norms are made once a step": self.dora,
             f"model.attention = {self.attention}: its kernels are not of a fixed layout": (
                 self.attention_kind not in ("flash", "flex")
             ),

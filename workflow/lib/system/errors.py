@@ -1,5 +1,7 @@
 """Errors for a user: own mistakes, a requested stop, and another process's failure."""
 
+import json
+
 from workflow.lib.system.redaction import redacted
 
 
@@ -36,4 +38,9 @@ class StoppedError(Exception):
 def setting_error(setting: str, value: object, bound: str, change: str) -> UserError:
     """Build the message `<setting> = <value>: <bound>. <change>.`: the key in `config.yaml` or an
     option, the value, the broken bound, and the remedy."""
-    return UserError(f"{setting} = {value!r}: {bound.rstrip('.')}. {change.rstrip('.')}.")
+    return UserError(f"{setting} = {as_yaml(value)}: {bound.rstrip('.')}. {change.rstrip('.')}.")
+
+
+def as_yaml(value: object) -> str:
+    """Spell a value as `config.yaml` has it: `true`, `null`; texts and others as Python does."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
