@@ -118,7 +118,7 @@ def test_accessibility_audit_finds_nothing(either):
 
 @needs_chromium
 def test_heading_sorts_by_number_and_by_keyboard(light):
-    heading = light.page.locator("#comparison-numbers thead th", has_text="learning rate")
+    heading = light.page.locator("#comparison-numbers thead th", has_text="learning_rate")
     runs = light.page.locator("#comparison-numbers tbody th .run")
     heading.locator("button").focus()
     orders = []
