@@ -175,7 +175,7 @@ def spelled(number):
 
 def test_many_rows_that_spell_special_tokens_stop_the_run_until_the_user_says_what_they_are(stage):
     save_rows(stage.train, [*rows(18), spelled(1), spelled(2)])
-    refusal = r"special_tokens_in_text = None: 2 of 20 rows of \S+ spell .*Set it to tokens"
+    refusal = r"special_tokens_in_text = null: 2 of 20 rows of \S+ spell .*Set it to tokens"
     with pytest.raises(UserError, match=refusal):
         stage.run()
     store = stage.run(special_tokens_in_text="text")

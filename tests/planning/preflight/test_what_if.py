@@ -137,7 +137,7 @@ def test_any_setting_can_be_given(tiny):
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        (("--model", "Qwen3-8B"), "--gpus = None"),
+        (("--model", "Qwen3-8B"), "--gpus = null"),
         (("--model", "$NOWHERE/model", "--gpus", "4090"), "$NAME are not expanded in settings"),
         (("--model", "Qwen3-88B", "--gpus", "4090"), "Did you mean Qwen/Qwen3-8B"),
         (("--model", "Qwen3-8B", "--gpus", "4090", "--rows", "0"), "--rows = 0"),
@@ -184,7 +184,7 @@ def test_any_setting_can_be_given(tiny):
           "--deadline", "-3"), "--deadline = -3.0: it must be above 0 and finite"),
         (("--model", "Qwen3-8B", "--cheapest", "workflow/resources/machines.yaml",
           "--deadline", "nan"), "--deadline = nan: it must be above 0 and finite"),
-        (("--config", "{}", "--model", "x"), "--tokens = None"),
+        (("--config", "{}", "--model", "x"), "--tokens = null"),
         (("--config", "{}", "--model", "x", "--tokens", "x", "--output", "x", "--run", "x",
           "--longest"), "--longest = 'True'"),
         (("--config", "{}", "--model", "x", "--tokens", "x", "--output", "x", "--run", "x",
