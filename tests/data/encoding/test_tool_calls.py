@@ -140,6 +140,29 @@ def test_blocks_of_anthropic_are_calls_results_and_reasoning():
     ]
 
 
+TEXT, THOUGHT = {"type": "text", "text": "a"}, {"type": "thinking", "thinking": "hm"}
+USE = {"type": "tool_use", "name": "f", "input": {"x": 1}}
+RESULT = {"type": "tool_result", "tool_use_id": "t", "content": "r"}
+
+
+@pytest.mark.parametrize(("message", "reason"), [
+    ({"content": [USE, TEXT]}, "order of content blocks: .* has tool_use, text"),
+    ({"content": [TEXT, THOUGHT]}, "order of content blocks: .* has text, thinking"),
+    ({"role": "user", "content": [TEXT, RESULT]}, "order of content blocks: .* text, tool_result"),
+    ({"content": [USE], "function_call": CALLS[0]["function"]}, "two values: .* function_call and"),
+    ({"content": [THOUGHT, TEXT], "thinking": "other"}, "two values: a message has thinking and"),
+    ({"role": "user", "content": [RESULT], "train": True}, "trained"),
+])  # fmt: skip
+def test_blocks_that_would_be_moved_or_lost_are_refused(message, reason):
+    with pytest.raises(RowError, match=reason):
+        messages_of({"messages": [*EXCHANGE, {"role": "assistant", **message}]}, "messages")
+
+
+def test_reasoning_beside_blocks_of_calls_stays():
+    said = {"role": "assistant", "content": [USE], "thinking": "hm"}
+    assert messages_of({"messages": [EXCHANGE[0], said]}, "messages")[1]["thinking"] == "hm"
+
+
 @pytest.mark.parametrize("spelling", [
     {"arguments": {"x": 1, "to": None}},
     {"parameters": {"x": 1}},

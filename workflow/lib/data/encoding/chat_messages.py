@@ -55,6 +55,8 @@ ROLES = {
 }
 CALL_ROLES = {"function_call", "tool_call"}  # of messages whose content is a call
 BEGIN_OF_REASONING, END_OF_REASONING = "<think>", "</think>"
+# Content blocks of Anthropic's: before the text of a message, or behind it.
+BLOCKS = {"tool_result": -1, "thinking": -1, "tool_use": 1}
 ROLE_KEYS = ("role", "from")
 CONTENT_KEYS = ("content", "value", "text")
 # A transcript as those of HH-RLHF, its turns, and the end of one whose answer is another column.
@@ -187,21 +189,35 @@ def _single_messages(items: list[Any], keys: KeyAccount) -> Iterator[Any]:
 
 def _without_blocks(item: Any) -> list[Any]:
     """Return a message, and one of Anthropic's content blocks as OpenAI's: a result of a tool is a
-    message before it, calls and reasoning have keys of their own."""
+    message before it, calls and reasoning have keys of their own. Raises `RowError` where that
+    would change the order of blocks, or replace such a key."""
     content = item.get("content") if isinstance(item, dict) else None
-    blocks: dict[str, list[Any]] = {"tool_result": [], "tool_use": [], "thinking": []}
-    others: list[Any] = []
-    for part in content if isinstance(content, list) else ():
-        kind = str(part.get("type")) if isinstance(part, dict) else ""
-        blocks.get(kind, others).append(part)
-    results, calls, thoughts = blocks.values()
-    if not (results or calls or thoughts):
+    if not isinstance(content, list):
         return [item]
-    messages = [_renamed(part, "tool_use_id", "tool_call_id", role="tool") for part in results]
-    if calls or thoughts:
-        reasoning = [_renamed(part, "thinking", "text", type="text") for part in thoughts]
-        item = {**item, "function_call": calls or None, "thinking": reasoning or None}
-    return [*messages, {**item, "content": others}] if others or calls or thoughts else messages
+    kinds = [str(part.get("type")) if isinstance(part, dict) else "" for part in content]
+    if not BLOCKS.keys() & kinds:
+        return [item]
+    places = [BLOCKS.get(kind, 0) for kind in kinds]
+    if places != sorted(places):
+        raise RowError(
+            "order of content blocks: results and reasoning come first, then text, then calls, but "
+            f"a message has {', '.join(kinds)}"
+        )
+    parts: dict[str, list[Any]] = {name: [] for name in BLOCKS}
+    others: list[Any] = []
+    for part, name in zip(content, kinds, strict=True):
+        parts.get(name, others).append(part)
+    thoughts = [_renamed(part, "thinking", "text", type="text") for part in parts["thinking"]]
+    added = {"function_call": parts["tool_use"], "thinking": thoughts}
+    added = {key: value for key, value in added.items() if value}
+    for key in added:
+        if item.get(key) is not None:
+            raise RowError(f"two values: a message has {key} and content blocks of the same")
+    alone = not (others or added)
+    rest = {key: item[key] for key in item if key not in ("content", *ROLE_KEYS)} if alone else {}
+    results = parts["tool_result"]
+    messages = [rest | _renamed(x, "tool_use_id", "tool_call_id", role="tool") for x in results]
+    return messages if alone else [*messages, {**item, **added, "content": others}]
 
 
 def _renamed(part: Message, old: str, new: str, **more: str) -> Message:

@@ -38,6 +38,7 @@ def tried_head(model: PreTrainedModel, *, fused: bool = True) -> OutputHead:
     owner = next(x for x in model.modules() if any(part is head for part in x.children()))
     values = torch.randn(WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     values[0] = 1.0
+    cause = ""
     at = torch.tensor([SMALL, LARGE, *magnitudes(owner)], dtype=torch.float64)
     states = (at[:, None] * values).bfloat16().double()  # some classes cast to their head's dtype
     try:
@@ -55,12 +56,12 @@ def tried_head(model: PreTrainedModel, *, fused: bool = True) -> OutputHead:
                 strict=True,
             )
         )
-    except (TypeError, AttributeError, RuntimeError, LookupError, ValueError):
-        known = False
+    except (TypeError, AttributeError, RuntimeError, LookupError, ValueError) as error:
+        known, cause = False, f" ({type(error).__name__}: {str(error)[:200]})"
     if not known:
         raise UserError(
             f"{type(owner).__name__} is not supported: it computes logits otherwise than by its "
-            "head, a factor and a soft cap. Choose another model.source."
+            f"head, a factor and a soft cap{cause}. Choose another model.source."
         )
     return found
 
