@@ -66,6 +66,12 @@ def test_unknown_setting_of_a_case_names_the_case(tmp_path):
         run_settings(request, device="cpu")
 
 
+def test_case_that_is_no_mapping_is_refused(tmp_path):
+    (tmp_path / "cases.yaml").write_text("flash: 3\n")
+    with pytest.raises(UserError, match="flash"):
+        wanted(cases=["flash"], cases_file=str(tmp_path / "cases.yaml"))
+
+
 def test_every_shipped_case_but_ddp_has_settings_that_a_run_may_have():
     found = wanted(cases="all", peers=True, processes=[4])
     assert {request.name for request in found if request.peer} == {
