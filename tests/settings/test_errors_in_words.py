@@ -24,6 +24,7 @@ from workflow.lib.system.errors import UserError, as_yaml
         ({"train.seed": 1}, "train.seed", "Write it in two levels: train: {seed: ...}."),
         ({"train": {"batch_size": 1}}, "train.batch_size", "Did you mean 'global_batch_size'?"),
         ({"lora": {"rank": 8}}, "lora.rank", "Did you mean 'lora.r'?"),
+        ({"train": {"products": "int8"}}, "train.products", "Did you mean 'train.matmul_dtype'?"),
         ({"lora_r": 8}, "lora_r", "Did you mean 'lora.r'?"),
         ({"data": {"cutoff_len": 512}}, "data.cutoff_len", "Did you mean 'data.seq_len'?"),
         (

@@ -18,7 +18,13 @@ from pydantic_core import ErrorDetails
 from workflow.lib.system.errors import as_yaml
 
 TRAINERS = Path(__file__).parents[2] / "resources" / "trainers"  # keys of others: `importing`
-RENAMED_KEYS = {"lora.rank": "lora.r"}  # of earlier versions, as below
+# Of earlier versions, as below.
+RENAMED_KEYS = {
+    "lora.rank": "lora.r",
+    "train.products": "train.matmul_dtype",
+    "train.products_in": "train.matmul_passes",
+    "train.max_products_loss_rise": "train.max_matmul_loss_rise",
+}
 REMOVED_KEYS = {"train.saved_activations": "preflight never chose it, and it rounds gradients"}
 OF_ALL_RUNS = ("report", "sweep")  # sections that no run has of its own
 SECTION_TAG = "<source>"
@@ -83,7 +89,8 @@ def explain(
         elif detail["type"] == "invalid_key":
             lines.append(f"{_spell(detail['loc'])}: a key must be text. {CHANGE}")
         elif not detail["loc"]:  # pydantic gives no place for a key that is no text
-            lines.append(f"a key {_BOUNDS['string_unicode']}. {CHANGE}")
+            what = "a key" if detail["type"] == "string_unicode" else "it"
+            lines.append(f"{what} {_bound(detail, ())}. {CHANGE}")
         elif detail["loc"][-1] == "[key]":
             lines.append(_wrong_name(document, detail))
         else:
