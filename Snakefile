@@ -30,7 +30,6 @@ include: "workflow/rules/check_gguf.smk"
 include: "workflow/rules/convert_gguf.smk"
 include: "workflow/rules/evaluate_run.smk"
 include: "workflow/rules/check_served.smk"
-include: "workflow/rules/decide_rung.smk"
 include: "workflow/rules/write_card.smk"
 include: "workflow/rules/render_report.smk"
 include: "workflow/rules/require_gain.smk"
@@ -66,14 +65,14 @@ rule tokenize:
 rule preflight:
     input:
         rules.tokenize.input,
-        predictions=of_runs("preflight_run", "preflight.json", names=WHOLE),
+        predictions=of_runs("preflight_run", "preflight.json", names=RUNS),
         servable=[servable(name) for name in SERVED],
     log:
         "logs/preflight/preflight.log",
     conda:
         "envs/torch.yaml"
     params:
-        runs=list(WHOLE),
+        runs=list(RUNS),
     shell:
         "python -m workflow.scripts.show_preflight --runs {params.runs:q} --predictions {input.predictions:q} --log {log:q}"
 
@@ -82,33 +81,32 @@ rule train:
     input:
         rules.preflight.input,
         [layout.base_dir(run) for run in RUNS.values()],
-        lambda w: of_runs(
+        of_runs(
             "finetune",
             "adapter",
             "adapter_config.json",
             "metrics.jsonl",
             "parity.safetensors",
             "summary.json",
-            names=going_on(WHOLE),
+            names=RUNS,
         ),
-        lambda w: of_runs(
+        of_runs(
             "consolidate",
             *[f"adapter/{file}" for file in ADAPTER_FILES],
             "parity.json",
-            names=going_on(WHOLE),
+            names=RUNS,
         ),
-        lambda w: [folder for name in going_on(WHOLE) for folder in step_adapters(name)],
-        lambda w: [merged_model(name) for name in going_on(MERGED)],
-        lambda w: [layout.stage_dir(name, "convert_gguf") for name in going_on(IN_GGUF)],
-        lambda w: decisions(),
+        [folder for name in RUNS for folder in step_adapters(name)],
+        [merged_model(name) for name in MERGED],
+        [layout.stage_dir(name, "convert_gguf") for name in IN_GGUF],
 
 
 rule evaluate:
     input:
         rules.train.input,
-        lambda w: evaluations(),
-        lambda w: [served_check(name) for name in going_on(SERVED)],
-        lambda w: of_runs("consolidate", "adapter/README.md", names=going_on(NAMED)),
+        evaluations(),
+        [served_check(name) for name in SERVED],
+        of_runs("consolidate", "adapter/README.md", names=NAMED),
         requirements(),
 
 
@@ -121,13 +119,13 @@ rule report:
 # Certificates of the runs; no part of `all`.
 rule certify:
     input:
-        lambda w: of_runs("certify_run", "certificate.json", names=going_on(NAMED)),
+        of_runs("certify_run", "certificate.json", names=NAMED),
 
 
 # Uploads to the repositories of `export.hub_repo`; no part of `all`.
 rule publish:
     input:
-        lambda w: publications(),
+        publications(),
 
 
 rule all:

@@ -43,7 +43,7 @@ ROOT = Path(__file__).resolve().parents[2]
 STAGES = [
     stage
     for stage in get_args(Stage)
-    if stage not in ("check_gguf", "require_gain", "decide_rung", "render_report")
+    if stage not in ("check_gguf", "require_gain", "render_report")
 ]
 
 KEYS = {

@@ -20,9 +20,7 @@ if not all(importlib.util.find_spec(name) for name in ("workflow", "workflow.lib
 
 from workflow.lib.artifacts import layout
 from workflow.lib.artifacts.local_inputs import check_local_paths, check_prefix
-from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.recoveries import with_recoveries
-from workflow.lib.artifacts.rungs import Rung, rung_name, with_rungs
 from workflow.lib.artifacts.scored_models import made_folders, scored_models
 from workflow.lib.artifacts.stage_logs import failure_causes, from_the_future
 from workflow.lib.artifacts.starts import with_starts
@@ -37,7 +35,7 @@ from workflow.lib.planning.preflight import cluster_request
 from workflow.lib.planning.preflight.checks import check_model
 from workflow.lib.recording.recording_process import plan_recorder
 from workflow.lib.settings.command_line import as_in_yaml, check_options
-from workflow.lib.settings.config import load_config, load_sweep
+from workflow.lib.settings.config import load_config
 from workflow.lib.settings.yaml_files import check_yaml
 from workflow.lib.system import interrupts
 from workflow.lib.system.environment import use_this_interpreter
@@ -119,10 +117,9 @@ try:
     if workflow.is_main_process:
         check_writable([Path(".snakemake"), Path(placed("logs")), Path(placed("results"))])
     REPORT, RUNS = load_config(config)
-    SWEEP = load_sweep(config)
     for name, settings in RUNS.items():
         check_local_paths(name, settings)
-    RUNS = with_starts(with_recoveries(with_rungs(RUNS, SWEEP)), placed)
+    RUNS = with_starts(with_recoveries(RUNS), placed)
     SCORED = scored_models(RUNS)
     MADE = made_folders(RUNS, SCORED)
     for name, settings in RUNS.items():
@@ -162,10 +159,8 @@ BY_SERVABLE = {
 BY_MODEL = {Path(layout.description(run)).parent.name: run for run in RUNS.values()}
 MERGED = [name for name, run in RUNS.items() if run.export.merged]
 IN_GGUF = [name for name, run in RUNS.items() if run.export.gguf]
-# Without rungs, which only decide which runs train further.
-WHOLE = {name: run for name, run in RUNS.items() if run.rung_of is None}
 # Without the recovery adapters of their bases, which are trained and exported, and evaluated as starts.
-NAMED = {name: run for name, run in WHOLE.items() if run.recovers is None}
+NAMED = {name: run for name, run in RUNS.items() if run.recovers is None}
 SERVED = [name for name, run in NAMED.items() if run.export.serve != "none"]
 
 # Priority of downloads, tokens and preflight of all runs, before anything expensive: a run that cannot work
@@ -226,32 +221,6 @@ def of_runs(stage, *files, names):
     return [f"{layout.stage_dir(name, stage)}/{file}" for name in names for file in files]
 
 
-def going_on(names, *, before=None):
-    """Return those of the runs that no rung (before this one) has ended."""
-    if not (decided := decisions(before=before)):
-        return list(names)
-    living = read_record(Path(placed(decided[-1])), Rung).going_on
-    return [name for name in names if name in living or name not in NAMED]
-
-
-def decisions(*, before=None):
-    """Return the decisions of all rungs (before this one), up to a single run; Snakemake asks again after each."""
-    decided = []
-    for steps in SWEEP.rungs[:-1]:
-        if before is not None and steps >= before:
-            break
-        checkpoints.decide_rung.get(steps=steps)
-        decided.append(f"results/sweep/rung-{steps}.json")
-        if len(read_record(Path(placed(decided[-1])), Rung).going_on) == 1:
-            break
-    return decided
-
-
-def at_rung(steps):
-    """Return the names of the runs at a rung."""
-    return [rung_name(name, steps) for name in going_on(NAMED, before=int(steps))]
-
-
 def merged_model(name):
     """Return the merged model as input, if one is exported."""
     return f"{layout.stage_dir(name, 'consolidate')}/merged" if name in MERGED else []
@@ -265,7 +234,7 @@ def model_options(run, input):
 
 
 def evaluations():
-    return [layout.stage_dir(name, "evaluate_run") for name in going_on(NAMED)]
+    return [layout.stage_dir(name, "evaluate_run") for name in NAMED]
 
 
 def checks(folder_of, folder):

@@ -145,7 +145,7 @@ def published_folder(name, files):
 
 def publications():
     """Return the records of publication, of runs that name a repository."""
-    named = going_on(name for name, run in WHOLE.items() if run.export.hub_repo)
+    named = [name for name, run in RUNS.items() if run.export.hub_repo]
     return [f"{layout.stage_dir(name, 'publish_run')}/published.json" for name in named]
 
 
@@ -189,7 +189,7 @@ if workflow.is_main_process:
         raise WorkflowError(
             f"rewind = {REWIND}: only the target of this name goes back: snakemake --cores 1 rewind --config rewind={REWIND}"
         )
-    if is_named("publish") and not any(run.export.hub_repo for run in WHOLE.values()):
+    if is_named("publish") and not any(run.export.hub_repo for run in RUNS.values()):
         raise WorkflowError(
             "export.hub_repo names no repository, so there is nothing to publish. Set it to owner/name."
         )
@@ -204,7 +204,7 @@ if workflow.is_main_process:
 # Required gains, by run.
 REQUIRED = {
     name: run.evaluate.model_dump(mode="json", include={"require", "require_by"})
-    for name, run in WHOLE.items()
+    for name, run in RUNS.items()
     if run.evaluate.require
 }
 

@@ -20,7 +20,6 @@ from tqdm import tqdm
 
 from workflow.lib.artifacts.preflight_record import Preflight
 from workflow.lib.artifacts.read_records import read_record
-from workflow.lib.artifacts.rungs import run_of
 from workflow.lib.artifacts.training_record import Check, Step
 from workflow.lib.data.tokens.token_store import TokenStore, recorded_arrays
 from workflow.lib.distributed.heartbeat import FIRST_PASS_S, JOIN_S, JOINING, Pulse
@@ -340,9 +339,9 @@ def shown(
 
 def run_identity(args: argparse.Namespace) -> str:
     """Return the id of the run's settings, data and base: its checkpoints' folder name without the
-    run's, or that of the run whose rung it is."""
+    run's."""
     name: str = args.checkpoints.name
-    return name.removeprefix(f"{run_of(args.run)}-")
+    return name.removeprefix(f"{args.run}-")
 
 
 def write_results(

@@ -13,13 +13,11 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from workflow.lib.artifacts.read_records import read_record
-from workflow.lib.artifacts.rungs import Rung
 from workflow.lib.report.comparison import comparison_csv
 from workflow.lib.report.html_page import render_page
 from workflow.lib.report.run_results import Run, RunFolders, read_run
 from workflow.lib.report.verdict import label
-from workflow.lib.settings.config import ReportConfig, SweepConfig
+from workflow.lib.settings.config import ReportConfig
 from workflow.lib.system.files import write_text
 from workflow.lib.system.number_formats import count, duration, loss, size
 from workflow.scripts.command import run as run_command
@@ -36,9 +34,7 @@ def main(args: argparse.Namespace) -> None:
     for run in runs:
         logger.info("%s", describe(run))
     write_text(args.comparison, comparison_csv(runs))
-    rungs = [read_record(path, Rung) for path in args.rungs]
-    sweep = SweepConfig.model_validate(args.config.get("sweep", {}))
-    page = render_page(runs, report=report, settings=changed, sweep=sweep, rungs=rungs)
+    page = render_page(runs, report=report, settings=changed)
     write_text(args.output, page)
     logger.info("report of %d run(s), %s: %s", len(runs), size(len(page)), args.output)
 
@@ -66,9 +62,6 @@ def parser() -> argparse.ArgumentParser:
     options = stage_parser(__doc__, needs="output")
     options.add_argument(
         "--runs", type=run_folders, required=True, help="folders of every run, JSON (`RunFolders`)"
-    )
-    options.add_argument(
-        "--rungs", type=Path, nargs="+", default=[], help="decisions of the sweep, ascending"
     )
     options.add_argument("--comparison", type=Path, required=True, help="the table, CSV")
     return options

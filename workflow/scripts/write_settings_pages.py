@@ -32,7 +32,7 @@ All keys of [`config.yaml`](../../config.yaml) with type, bounds, default and ef
 [`workflow/lib/settings/config.py`](../lib/settings/config.py).
 
 Settings are checked before anything runs. An unknown key is an error. `runs.<name>` may override
-all settings except `report` and `sweep`. A stage reruns if its settings or files change, unless the
+all settings except `report`. A stage reruns if its settings or files change, unless the
 section says otherwise.
 
 `python -m workflow.scripts.import_config FILE --gpus 2x4090` writes a config from a YAML file of

@@ -14,7 +14,7 @@ from typing import Any
 from workflow.lib.data.reading.sources import resolve_splits
 from workflow.lib.data.tokens.token_store import ARRAYS, MANIFEST
 from workflow.lib.model.architecture.model_files import ADAPTER, ADAPTER_WEIGHTS
-from workflow.lib.settings.config import ReportConfig, RunConfig, Section, SweepConfig, is_hub_id
+from workflow.lib.settings.config import ReportConfig, RunConfig, Section, is_hub_id
 from workflow.lib.settings.effects import Affects
 from workflow.lib.settings.evaluate import LLAMA_CPP_RELEASE
 from workflow.lib.settings.objectives import needs_of
@@ -315,10 +315,10 @@ def fingerprint(run: RunConfig, *, of_any_length: bool = False) -> str:
 
 
 def checkpoint_dir(name: str, run: RunConfig) -> str:
-    """Folder of a run's checkpoints, from which alone it resumes. Those of a longer run continue
-    it, as a run continues its rungs. No rule's output: Snakemake deletes these at failures."""
+    """Folder of a run's checkpoints, from which alone it resumes. A longer run
+    continues them. No rule's output: Snakemake deletes these at failures."""
     key = fingerprint(run, of_any_length=run.train.begins_longer_runs)
-    return str(RESULTS / "checkpoints" / f"{run.rung_of or name}-{key}")
+    return str(RESULTS / "checkpoints" / f"{name}-{key}")
 
 
 def stage_settings(stage: str, run: RunConfig) -> dict[str, Any]:
@@ -369,22 +369,17 @@ def _excluded(run: RunConfig) -> dict[str, Any]:
     return {"tracking": True} | ({"train": {"start_from"}} if recovered else {})
 
 
-def report_json(
-    report: ReportConfig, runs: Mapping[str, RunConfig], sweep: SweepConfig | None = None
-) -> str:
-    """Return the input of `render_report`: its section, the rungs if any, and each run's settings
+def report_json(report: ReportConfig, runs: Mapping[str, RunConfig]) -> str:
+    """Return the input of `render_report`: its section, and each run's settings
     that differ from the defaults (without trackers)."""
     changed = {
         name: run.model_dump(mode="json", exclude_defaults=True, exclude=_excluded(run))
         for name, run in runs.items()
     }
-    halved = {"sweep": sweep.model_dump(mode="json")} if sweep and sweep.rungs else {}
-    return canonical_json({"report": report.model_dump(mode="json"), "runs": changed} | halved)
+    return canonical_json({"report": report.model_dump(mode="json"), "runs": changed})
 
 
-def recorded_report_json(
-    report: ReportConfig, runs: Mapping[str, RunConfig], sweep: SweepConfig | None = None
-) -> str:
+def recorded_report_json(report: ReportConfig, runs: Mapping[str, RunConfig]) -> str:
     """Return `report_json` with defaults for settings without effect, which Snakemake compares."""
     same = {name: _comparable(run, lambda a: a.effect != "none") for name, run in runs.items()}
-    return report_json(report, same, sweep)
+    return report_json(report, same)

@@ -8,7 +8,7 @@ SHA-256 and no request."""
 import base64
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from plotly.offline import get_plotlyjs
 
 from workflow import VERSION
 from workflow.lib.artifacts.records import Interval
-from workflow.lib.artifacts.rungs import Rung, saved_by
 from workflow.lib.artifacts.training_record import Step
 from workflow.lib.planning.preflight.forecast import nearest_plans, plan_choices
 from workflow.lib.report.comparison import (
@@ -34,7 +33,7 @@ from workflow.lib.report.figures import Figure, curve_figures, heldout_figure, m
 from workflow.lib.report.preferences import both_fell, reward_fields, reward_figures, reward_runs
 from workflow.lib.report.run_results import Run
 from workflow.lib.report.verdict import Measured, gate, label
-from workflow.lib.settings.config import EvaluateConfig, ReportConfig, SweepConfig
+from workflow.lib.settings.config import EvaluateConfig, ReportConfig
 from workflow.lib.settings.subjects import SUBJECT_LABELS, SUBJECT_MEANINGS, SUBJECTS
 from workflow.lib.step_plan.memory_options import in_words
 from workflow.lib.system import number_formats
@@ -45,14 +44,11 @@ COMMAND = "snakemake --cores all --replace-workflow-config --configfile settings
 
 @dataclass(frozen=True)
 class Content:
-    """The inputs of a report. settings: by run, those that differ from the defaults; rungs:
-    ascending, without the last."""
+    """The inputs of a report. settings: by run, those that differ from the defaults."""
 
     runs: list[Run]
     report: ReportConfig
     settings: Mapping[str, Any]
-    sweep: SweepConfig
-    rungs: Sequence[Rung]
 
     def evaluation_settings(self, run: Run) -> EvaluateConfig:
         return EvaluateConfig.model_validate(self.settings.get(run.name, {}).get("evaluate", {}))
@@ -97,14 +93,6 @@ def _comparison(content: Content) -> dict[str, Any]:
     }
 
 
-def _rungs(content: Content) -> dict[str, Any]:
-    return {
-        "sweep": content.sweep,
-        "rungs": content.rungs,
-        "saved": saved_by(content.rungs, content.sweep.rungs[-1]),
-    }
-
-
 def _preferences(content: Content) -> dict[str, Any]:
     runs = content.runs
     return {
@@ -126,19 +114,16 @@ def _datasets(content: Content) -> dict[str, list[tuple[Run, list[str]]]]:
 def _provenance(content: Content) -> dict[str, Any]:
     commits = {origin.commit for run in content.runs for origin in run.provenances}
     report = content.report.model_dump(mode="json", exclude_defaults=True)
-    sweep = content.sweep.model_dump(mode="json", exclude_defaults=True)
-    halved = {"sweep": sweep} if sweep else {}
     return {
         "command": COMMAND,
         "commit": commits.pop() if len(commits) == 1 else None,  # of every artifact
-        "document": json.dumps({"report": report, **halved, "runs": content.settings}, indent=2),
+        "document": json.dumps({"report": report, "runs": content.settings}, indent=2),
     }
 
 
 SECTIONS = (
     Section("verdict", "Verdict", _verdict),
     Section("comparison", "Comparison", _comparison, shown=lambda content: len(content.runs) > 1),
-    Section("rungs", "Rungs", _rungs, shown=lambda content: bool(content.rungs)),
     Section("training", "Training", lambda content: {"curves": curve_figures(content.runs)}),
     Section(
         "preferences",
@@ -177,14 +162,11 @@ def render_page(
     *,
     report: ReportConfig,
     settings: Mapping[str, Any],
-    sweep: SweepConfig | None = None,
-    rungs: Sequence[Rung] = (),
 ) -> str:
     """Return the page of `runs` (at least one) as HTML. settings: by run, those that differ from
-    the defaults, with which the page has commands to reproduce everything. rungs: of the sweep,
-    without the last."""
+    the defaults, with which the page has commands to reproduce everything."""
     assert runs, "a report shows at least one run"
-    content = Content(runs, report, settings, sweep or SweepConfig(), rungs)
+    content = Content(runs, report, settings)
     sections = [section for section in SECTIONS if section.shown(content)]
     variables = {
         "report": report,

@@ -31,7 +31,6 @@ from workflow.lib.settings.evaluate import (
 from workflow.lib.settings.objectives import DistillConfig, PreferencesConfig, needs_of, readers_of
 from workflow.lib.settings.section_base import Name, Section
 from workflow.lib.settings.subjects import SUBJECTS, Served, SubjectName
-from workflow.lib.settings.sweep import SweepConfig
 from workflow.lib.settings.tracking import TrackingConfig
 from workflow.lib.settings.train import (
     HardwareConfig,
@@ -58,12 +57,10 @@ __all__ = [
     "ReportConfig",
     "RunConfig",
     "Section",
-    "SweepConfig",
     "TrackingConfig",
     "TrainConfig",
     "is_hub_id",
     "load_config",
-    "load_sweep",
     "merge",
     "validated",
 ]
@@ -108,7 +105,6 @@ class RunConfig(Sections):
 
     _start: "RunConfig | None" = PrivateAttr(None)
     _recovers: "RunConfig | None" = PrivateAttr(None)
-    _rung_of: str | None = PrivateAttr(None)
 
     @property
     def start(self) -> "RunConfig | None":
@@ -131,17 +127,6 @@ class RunConfig(Sections):
         recovery = self.model_copy()
         recovery._recovers = run
         return recovery
-
-    @property
-    def rung_of(self) -> str | None:
-        """The name of the run whose first steps this one is (`artifacts.rungs`); None for runs that
-        the user names."""
-        return self._rung_of
-
-    def as_rung_of(self, name: str) -> "RunConfig":
-        rung = self.model_copy()
-        rung._rung_of = name
-        return rung
 
     @property
     def served(self) -> Served:
@@ -277,8 +262,6 @@ class Config(Sections):
 
     report: ReportConfig = ReportConfig()
     """The report over all runs."""
-    sweep: SweepConfig = SweepConfig()
-    """Early end of a sweep's runs."""
     runs: dict[Name, dict[str, Any] | None] = Field({"demo": {}}, min_length=1)
     """One entry per run: settings that differ from the shared ones (same keys); {} = none."""
 
@@ -330,11 +313,6 @@ def load_config(document: Mapping[str, object]) -> tuple[ReportConfig, dict[str,
     }
     _check_objectives(document, config, runs)
     return config.report, {name: _of_objective(run) for name, run in runs.items()}
-
-
-def load_sweep(document: Mapping[str, object]) -> SweepConfig:
-    """Return the section `sweep` of a parsed `config.yaml`; raises as `load_config`."""
-    return validated(Config, document).sweep
 
 
 def _objective_settings(run: Sections) -> dict[str, tuple[Section, str]]:

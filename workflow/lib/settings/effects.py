@@ -24,7 +24,6 @@ Stage = Literal[
     "certify_run",
     "write_card",
     "require_gain",
-    "decide_rung",
     "render_report",
 ]
 # none: editing it reruns nothing. plan: it reruns preflight alone. result: it reruns all stages

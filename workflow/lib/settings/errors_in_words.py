@@ -26,7 +26,6 @@ RENAMED_KEYS = {
     "train.max_products_loss_rise": "train.max_matmul_loss_rise",
 }
 REMOVED_KEYS = {"train.saved_activations": "preflight never chose it, and it rounds gradients"}
-OF_ALL_RUNS = ("report", "sweep")  # sections that no run has of its own
 SECTION_TAG = "<source>"
 CHANGE = "Change it in config.yaml."
 MISREAD = bool | int | float | datetime.date  # values that YAML makes of words without quotes
@@ -170,7 +169,7 @@ def _unknown_key(model: type[BaseModel], location: tuple[Any, ...]) -> str:
     key, valid = str(location[-1]), list(_model_at(model, location[:-1]).model_fields)
     if reason := REMOVED_KEYS.get(_spell(location)):
         return f"{_spell(location)}: this key is no longer offered ({reason}). Remove it."
-    if location == (key,) and key in OF_ALL_RUNS:
+    if location == ("report",):
         return f"{key}: it holds for all runs. Write it above `runs:`."
     elsewhere = [
         f"{section}.{name}"
