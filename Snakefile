@@ -106,7 +106,7 @@ rule evaluate:
         rules.train.input,
         evaluations(),
         [served_check(name) for name in SERVED],
-        of_runs("consolidate", "adapter/README.md", names=NAMED),
+        of_runs("consolidate", "adapter/README.md", names=RUNS),
         requirements(),
 
 
@@ -119,7 +119,7 @@ rule report:
 # Certificates of the runs; no part of `all`.
 rule certify:
     input:
-        of_runs("certify_run", "certificate.json", names=NAMED),
+        of_runs("certify_run", "certificate.json", names=RUNS),
 
 
 # Uploads to the repositories of `export.hub_repo`; no part of `all`.

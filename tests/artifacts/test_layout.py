@@ -145,8 +145,6 @@ OF_THE_PLAN = {
     ("train", "keep_checkpoints"),
     ("export", "steps"),
 }
-# They decide what a run starts from, and that changes the fingerprint (`test_recoveries`).
-OF_THE_START = {("quantize", "recovery_steps"), ("quantize", "recovery_text")}
 
 
 def test_every_setting_says_what_it_affects_and_who_reads_it():
@@ -218,7 +216,7 @@ def test_checkpoints_continue_unless_a_setting_that_they_depend_on_is_edited():
         ("model", k)
         for k in ("source", "revision", "add_tokens", "compute_dtype", "attention_dropout")
     }
-    assert changed == model | trained - WITHOUT_EFFECT - OF_THE_PLAN - OF_THE_START
+    assert changed == model | trained - WITHOUT_EFFECT - OF_THE_PLAN
 
 
 def test_setting_without_what_it_needs_affects_nothing():

@@ -167,7 +167,7 @@ def test_artifacts_of_the_readme_are_there_after_its_commands(project):
     assert len(patterns) >= 12
     missing = [pattern for pattern in patterns if not list(project.glob(pattern))]
     asked_for = ["check_served", "certify_run/certificate.json"]
-    others = ["consolidate/adapter/on_original", "export_step/*", "convert_gguf", *asked_for]
+    others = ["export_step/*", "convert_gguf", *asked_for]
     others = ["results/extended/*-*", *(f"results/runs/*/{path}" for path in others)]
     assert {*missing} == {*others}, "which need more than a run"
 

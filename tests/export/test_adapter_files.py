@@ -22,7 +22,6 @@ from workflow.lib.export.adapter_files import (
     base_reference,
     check_adapter,
     check_conversations,
-    difference,
     merged_tensors,
     read_sharded_adapter,
     replace_chat_template,
@@ -32,8 +31,6 @@ from workflow.lib.export.adapter_files import (
     write_merged,
 )
 from workflow.lib.export.packed_stacks import dequantized_weight
-from workflow.lib.model.architecture.adapter_targets import adapter_scale
-from workflow.lib.model.layers.expert_stacks import ExpertStack
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.settings.config import ExportConfig, ModelConfig
 from workflow.lib.system.errors import UserError
@@ -118,35 +115,6 @@ def test_damaged_folder_is_refused(run, tmp_path, damage):
 def merge(run, adapter, config, *, onto):
     with CheckpointReader(run / "model") as original, CheckpointReader(run / "base") as nf4:
         return dict(merged_tensors(adapter, config, original=original, nf4=nf4, onto=onto))
-
-
-@pytest.mark.parametrize("rslora", [False, True])
-@pytest.mark.parametrize("experts", [1, 3])
-def test_difference_adds_what_was_trained_after_the_recovery(rslora, experts):
-    """Against the dense sum in float64. Each side rounds products of the rank's length in fp32."""
-    torch.manual_seed(0)
-    rank, rows, columns = 5, 24, 40
-    shapes = {A: (experts * rank, columns), B: (rows, rank * experts)}
-    adapter, recovery = ({n: torch.randn(shape) for n, shape in shapes.items()} for _ in range(2))
-    before = {"r": 3, "lora_alpha": 7.0, "use_rslora": rslora}
-    before |= {"rank_pattern": {"down_proj": rank}, "alpha_pattern": {"down_proj": 4.0}}
-    path = NAME.removeprefix("base_model.model.")
-    stack = ExpertStack((experts, rows, columns), transposed=False)
-    stacks = {path: stack} if experts > 1 else {}
-    joined, after = difference(adapter, recovery, before, stacks=stacks)
-
-    def dense(tensors, config, dtype):
-        a_weights = tensors[A].to(dtype).view(experts, -1, columns)
-        b_weights = tensors[B].to(dtype).view(rows, -1, experts)
-        products = torch.stack([b_weights[..., e] @ a_weights[e] for e in range(experts)])
-        return adapter_scale(config, path) * products
-
-    exact = dense(adapter, before, torch.float64) - dense(recovery, before, torch.float64)
-    size = dense({n: t.abs() for n, t in joined.items()}, after, torch.float64)
-    error = (dense(joined, after, torch.float32) - exact).abs()
-    assert (error <= 4 * rank * torch.finfo(torch.float32).eps * size).all()
-    assert after["rank_pattern"] == {"down_proj": 2 * rank}
-    assert after["r"] == 6
 
 
 def test_merged_config_is_the_originals_in_bf16(run, tmp_path):

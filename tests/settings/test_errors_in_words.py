@@ -36,8 +36,7 @@ from workflow.lib.system.errors import UserError, as_yaml
         (
             {"quantize": {"zzz": 1}},
             "quantize.zzz",
-            "Valid keys: block_size, double_quant, method, calibration_tokens, calibration_text, "
-            "recovery_steps, recovery_text.",
+            "Valid keys: block_size, double_quant, method, calibration_tokens, calibration_text.",
         ),
     ],
 )
@@ -87,7 +86,6 @@ def test_unknown_key_is_answered_with_the_nearest_one_or_all(document, key, answ
         ("export", "steps", [2, 0], "entry 2 must be at least 1"),
         ("data", "train", [], "must have at least 1 entry"),
         ("data", "heldout", [], "must have at least 1 entry"),
-        ("quantize", "recovery_text", [], "must have at least 1 entry"),
         ("export", "steps", [5, 3, 5], "entry 3 stands there twice"),
         ("export", "gguf", ["q8_0", "q8_0"], "entry 2 stands there twice"),
         ("evaluate", "tasks", ["a", ""], "entry 2 must not be empty"),

@@ -29,7 +29,6 @@ def export(run, output, *, step, checkpoints=None, summary=None):
             base=run / "base",
             model=run / "model",
             manifest=run / "tokens" / "manifest.json",
-            recovery=None,
             summary=summary,
             output=output,
         )

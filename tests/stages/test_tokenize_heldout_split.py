@@ -206,22 +206,3 @@ def test_one_group_cannot_be_two_splits(stage):
     save_rows(stage.train, grouped_rows(9, per_group=100))
     with pytest.raises(UserError, match=r"data\.group_by: all rows .* are of one group"):
         stage.run(group_by="chat")
-
-
-def test_recovery_takes_documents_until_its_steps_have_tokens_enough(stage):
-    """Of one long text too, whose parts are on both sides."""
-    stage.heldout, wanted, longest = None, 200, 32
-    save_rows(stage.train, [{"text": " ".join(str(n) for n in range(2000))}])
-    stage.asked = {"drawn_tokens": wanted}
-    store = stage.run(loss_on="all", overlong="split", seq_len=longest)
-    tokens = store.manifest["splits"]["train"]["tokens"]
-    assert wanted <= tokens < wanted + longest
-    assert 1 <= store.num_heldout_documents <= 4
-
-
-def test_text_that_gives_no_document_is_named_as_the_setting_that_named_it(stage):
-    stage.heldout = None
-    save_rows(stage.train, [{"text": "too short to be on both sides"}])
-    stage.asked = {"drawn_tokens": 100}
-    with pytest.raises(UserError, match=r"^quantize\.recovery_text is read as"):
-        stage.run()

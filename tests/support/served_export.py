@@ -67,7 +67,6 @@ def try_server(model, folder, *, served="tuned_on_original", python=None, llama_
             python=python,
             llama_cpp=llama_cpp,
             served=served,
-            recovered=False,
             model=model,
             output=folder / "servable.json",
         )

@@ -6,7 +6,9 @@ import shutil
 from typing import Any
 
 import pytest
+import yaml
 
+from tests.support.preset_texts import preset
 from tests.support.workflow_project import copy_of_repository, make_project, write_rows
 
 REPORT = ["render_report"]
@@ -250,6 +252,16 @@ def test_sweep_of_beta_scores_its_reference_once(fresh, tmp_path):
     sweep.write_settings(sweep.settings | {"runs": runs})
     planned = sweep.planned("train")
     assert (planned["score_tokens"], planned["finetune"]) == (2, 4)
+
+
+def test_base_that_the_original_teaches_is_a_preset_of_runs_on_one_base(fresh, tmp_path):
+    taught = fresh.copy(tmp_path / "taught")
+    runs = yaml.safe_load(preset("recover-demo").read_text())["runs"]
+    taught.write_settings(taught.settings | {"runs": runs})
+    plan = taught.plan("train")
+    assert {rule: len(plan[rule]) for rule in ("quantize_base", "score_tokens", "finetune")} == {
+        "quantize_base": 1, "score_tokens": 1, "finetune": 3,
+    }  # fmt: skip
 
 
 def test_new_run_leaves_finished_ones_alone(project):

@@ -20,7 +20,6 @@ if not all(importlib.util.find_spec(name) for name in ("workflow", "workflow.lib
 
 from workflow.lib.artifacts import layout
 from workflow.lib.artifacts.local_inputs import check_local_paths, check_prefix
-from workflow.lib.artifacts.recoveries import with_recoveries
 from workflow.lib.artifacts.scored_models import made_folders, scored_models
 from workflow.lib.artifacts.stage_logs import failure_causes, from_the_future
 from workflow.lib.artifacts.starts import with_starts
@@ -119,7 +118,7 @@ try:
     REPORT, RUNS = load_config(config)
     for name, settings in RUNS.items():
         check_local_paths(name, settings)
-    RUNS = with_starts(with_recoveries(RUNS), placed)
+    RUNS = with_starts(RUNS, placed)
     SCORED = scored_models(RUNS)
     MADE = made_folders(RUNS, SCORED)
     for name, settings in RUNS.items():
@@ -152,16 +151,12 @@ BY_TOKENS = {Path(layout.tokens_dir(run)).name: run for run in STRICTEST_LAST}
 BY_BASE = {Path(layout.base_dir(run)).name: run for run in RUNS.values()}
 BY_SCORES = {Path(model.scores).name: name for name, model in SCORED.items()}
 BY_SERVABLE = {
-    Path(layout.servable_dir(run)).name: run
-    for run in RUNS.values()
-    if run.recovers is None and run.export.serve != "none"
+    Path(layout.servable_dir(run)).name: run for run in RUNS.values() if run.export.serve != "none"
 }
 BY_MODEL = {Path(layout.description(run)).parent.name: run for run in RUNS.values()}
 MERGED = [name for name, run in RUNS.items() if run.export.merged]
 IN_GGUF = [name for name, run in RUNS.items() if run.export.gguf]
-# Without the recovery adapters of their bases, which are trained and exported, and evaluated as starts.
-NAMED = {name: run for name, run in RUNS.items() if run.recovers is None}
-SERVED = [name for name, run in NAMED.items() if run.export.serve != "none"]
+SERVED = [name for name, run in RUNS.items() if run.export.serve != "none"]
 
 # Priority of downloads, tokens and preflight of all runs, before anything expensive: a run that cannot work
 # stops within minutes.
@@ -234,7 +229,7 @@ def model_options(run, input):
 
 
 def evaluations():
-    return [layout.stage_dir(name, "evaluate_run") for name in NAMED]
+    return [layout.stage_dir(name, "evaluate_run") for name in RUNS]
 
 
 def checks(folder_of, folder):

@@ -17,7 +17,6 @@ rule consolidate:
         base=lambda w: layout.base_dir(RUNS[w.run]),
         model=lambda w: model_files(RUNS[w.run]),
         manifest=lambda w: manifest(RUNS[w.run]),
-        recovery=lambda w: layout.recovery_of(RUNS[w.run]) or [],
     output:
         adapter=expand(
             "results/runs/{{run}}/consolidate/adapter/{file}",
@@ -41,12 +40,11 @@ rule consolidate:
         finetune=subpath(input.summary, parent=True),
         folder=subpath(output.parity, parent=True),
         model=lambda w: located(layout.model_dir(RUNS[w.run])),
-        recovery=lambda w, input, output: ["--recovery", input.recovery] if input.recovery else [],
     shell:
         "python -m workflow.scripts.lease_gpus --count {params.gpus} --log {log:q} --"
         " python -m workflow.scripts.consolidate --config {params.config:q} --finetune {params.finetune:q}"
         " --base {input.base:q} --model {params.model:q} --manifest {input.manifest:q}"
-        " {params.recovery:q} --output {params.folder:q} --log {log:q}"
+        " --output {params.folder:q} --log {log:q}"
 
 
 use rule consolidate as consolidate_and_merged with:

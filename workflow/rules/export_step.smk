@@ -7,7 +7,6 @@ rule export_step:
         model=lambda w: model_files(RUNS[w.run]),
         start=lambda w: start_files(RUNS[w.run]),
         scores=lambda w: scores_folder(w.run),
-        recovery=lambda w: layout.recovery_of(RUNS[w.run]) or [],
         finetune=lambda w: of_runs("finetune", "summary.json", names=[w.run]) if is_kept(w) else [],
     output:
         directory("results/runs/{run}/export_step/{step}"),
@@ -28,10 +27,9 @@ rule export_step:
             f"{placed(layout.stage_dir(w.run, 'finetune')) if is_kept(w) else checkpoint_folder(w, input)}/adapter_config.json"
         ),
         model=lambda w: located(layout.model_dir(RUNS[w.run])),
-        recovery=lambda w, input, output: ["--recovery", input.recovery] if input.recovery else [],
         summary=lambda w, input, output: ["--summary", input.finetune] if input.finetune else [],
     shell:
         "python -m workflow.scripts.export_step --config {params.config:q} --step {wildcards.step}"
         " --checkpoints {params.checkpoints:q} --adapter-config {params.adapter_config:q}"
         " --base {input.base:q} --model {params.model:q} --manifest {input.tokens:q}"
-        " {params.recovery:q} {params.summary:q} --output {output:q} --log {log:q}"
+        " {params.summary:q} --output {output:q} --log {log:q}"

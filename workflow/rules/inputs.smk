@@ -96,8 +96,7 @@ def trial_options(run, input):
         "vllm": ["--python", layout.SERVING],
         "llama_cpp": ["--llama-cpp", input.converter or run.export.llama_cpp],
     }
-    recovered = ["--recovered"] if layout.recovery_of(run) else []
-    return [*server[run.export.serve], "--served", run.served, *recovered]
+    return [*server[run.export.serve], "--served", run.served]
 
 
 def servable(name):

@@ -1,13 +1,13 @@
 rule render_report:
     input:
-        preflight=of_runs("preflight_run", "preflight.json", names=NAMED),
-        summary=of_runs("finetune", "summary.json", names=NAMED),
-        metrics=of_runs("finetune", "metrics.jsonl", names=NAMED),
-        parity=of_runs("consolidate", "parity.json", names=NAMED),
+        preflight=of_runs("preflight_run", "preflight.json", names=RUNS),
+        summary=of_runs("finetune", "summary.json", names=RUNS),
+        metrics=of_runs("finetune", "metrics.jsonl", names=RUNS),
+        parity=of_runs("consolidate", "parity.json", names=RUNS),
         evaluation=evaluations(),
         gguf=[layout.stage_dir(name, "convert_gguf") for name in IN_GGUF],
         served=[served_check(name) for name in SERVED],
-        tokens=[manifest(RUNS[name]) for name in NAMED],
+        tokens=[manifest(RUNS[name]) for name in RUNS],
     output:
         page="results/report/report.html",
         comparison="results/report/comparison.csv",
@@ -17,8 +17,8 @@ rule render_report:
         "../../envs/report.yaml"
     params:
         # The report shows every run's settings that differ from the defaults, with which it can be reproduced.
-        config=lambda w, output: layout.report_json(REPORT, NAMED),
-        recorded=layout.recorded_report_json(REPORT, NAMED),  # Snakemake compares this
+        config=lambda w, output: layout.report_json(REPORT, RUNS),
+        recorded=layout.recorded_report_json(REPORT, RUNS),  # Snakemake compares this
         runs=lambda w, input: json.dumps(
             [
                 {
@@ -27,7 +27,7 @@ rule render_report:
                     "gguf": name in IN_GGUF,
                     "served": name in SERVED,
                 }
-                for name, summary, manifest in zip(NAMED, input.summary, input.tokens, strict=True)
+                for name, summary, manifest in zip(RUNS, input.summary, input.tokens, strict=True)
             ]
         ),
     shell:

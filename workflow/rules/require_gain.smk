@@ -2,7 +2,7 @@
 rule require_gain:
     input:
         evaluation=evaluations(),
-        cards=of_runs("consolidate", "adapter/README.md", names=NAMED),
+        cards=of_runs("consolidate", "adapter/README.md", names=RUNS),
         page=rules.render_report.output.page,
     output:
         "results/requirements.json",

@@ -57,7 +57,7 @@ def main(args: argparse.Namespace) -> None:
         parts, rank = {}, None
         if args.served != "merged":
             lora = LoraSettings.model_validate(args.config["lora"])
-            rank = write_narrow_adapter(model, lora, adapter, recovered=args.recovered)
+            rank = write_narrow_adapter(model, lora, adapter)
             parts = write_parts(adapter, Path(name) / "parts")
         asked = questions(model)
         serve = in_vllm if args.llama_cpp is None else in_gguf
@@ -144,5 +144,4 @@ def in_gguf(
 if __name__ == "__main__":
     parser = stage_parser(__doc__, needs="model output", takes="python llama_cpp")
     parser.add_argument("--served", required=True, help="which model will be served")
-    parser.add_argument("--recovered", action="store_true", help="the base has a recovery adapter")
     run(main, parser)

@@ -45,7 +45,6 @@ from workflow.lib.evaluation.served_checks import (
 from workflow.lib.evaluation.vllm_server import VllmServer, VllmStart, slots
 from workflow.lib.export.adapter_files import check_conversations
 from workflow.lib.export.stock_models import load_adapter, load_base
-from workflow.lib.model.architecture.model_files import without_recovery
 from workflow.lib.model.backends import choose_device
 from workflow.lib.quantization.nf4_checkpoint import read_settings
 from workflow.lib.settings.config import EvaluateConfig, ModelConfig
@@ -64,7 +63,7 @@ def main(args: argparse.Namespace) -> None:
     check_recorded(
         [
             *listed_files(exported),
-            *([] if args.merged else listed_files(without_recovery(args.adapter))),
+            *([] if args.merged else listed_files(args.adapter)),
             *downloaded_files(args.merged or args.model),
             *recorded_arrays(args.tokens, store.manifest),
         ]
@@ -142,16 +141,16 @@ def in_gguf(args: argparse.Namespace, asked: Asked, _: Path) -> Trial:
     file = next(file for file in files if file.form == form)
     adapter = args.gguf / file.adapter if file.adapter else None
     start = LlamaCppStart(args.gguf / file.file, adapter, asked.longest, "export.serve")
-    parts = {} if args.merged else {WHOLE: without_recovery(args.adapter)}
+    parts = {} if args.merged else {WHOLE: args.adapter}
     return Trial(LlamaCppServer, start, file.format, BOUNDS[file.format], parts)
 
 
 def in_vllm(args: argparse.Namespace, asked: Asked, folder: Path) -> Trial:
     parity, rank, parts = read_record(args.parity, Parity), None, {}
     if not args.merged:
-        ranks = read_settings(without_recovery(args.adapter) / "adapter_config.json")
+        ranks = read_settings(args.adapter / "adapter_config.json")
         rank = slots(max([ranks["r"], *(ranks.get("rank_pattern") or {}).values()]))
-        parts = write_parts(without_recovery(args.adapter), folder)
+        parts = write_parts(args.adapter, folder)
     start = VllmStart(
         python=args.python,
         model=args.merged or args.model,
@@ -173,7 +172,7 @@ def loaded(args: argparse.Namespace) -> Model:
     folder = args.merged or args.model
     settings = ModelConfig.model_validate(args.config["model"])
     model = load_base(folder, **load_options(folder, device=choose_device(), settings=settings))
-    return model if args.merged else load_adapter(model, without_recovery(args.adapter))
+    return model if args.merged else load_adapter(model, args.adapter)
 
 
 def trained_loss(path: Path, asked: Asked) -> float | None:

@@ -49,7 +49,6 @@ OPTIONS: dict[str, tuple[type, str]] = {
     "output": (Path, "file or folder to write"),
     "parity": (Path, "parity.json of the export"),
     "python": (Path, "Python of vLLM"),
-    "recovery": (Path, "shards of the base's recovery adapter"),
     "run": (str, "name of the run"),
     "scores": (Path, "folder of the scores of the tokens, by a reference or a teacher"),
     "start": (Path, "folder of the adapter that the run continues"),

@@ -1,9 +1,8 @@
 """Turn the sharded adapter into PEFT's files, and prove that they are the trained adapter.
 
 Writes `adapter/` (adapter_model.safetensors, adapter_config.json, the tokenizer with its chat
-template, generation_config.json, SHA256SUMS), `parity.json`, and on request `merged/`. An adapter
-that began with a recovery of its NF4 base includes it; `adapter/on_original` and a model merged
-onto the original hold only the training after it. If the logits of the reloaded adapter differ from
+template, generation_config.json, SHA256SUMS), `parity.json`, and on request `merged/`. If
+the logits of the reloaded adapter differ from
 the trained model's, or its tokenizer writes conversations differently, nothing is exported."""
 
 import argparse
@@ -71,21 +70,18 @@ def main(args: argparse.Namespace) -> None:
         read_artifact(args.finetune / "adapter_config.json"),
     )
     with new_folder(args.output) as folder:
-        names, on_16_bits = write_peft_folder(
+        names = write_peft_folder(
             adapter,
             folder / "adapter",
             config,
             model=args.model,
             base=args.base,
-            recovery=args.recovery,
             facts=facts,
         )
         parity = prove(args, config, folder / "adapter", names=names)
         write_checked_json(folder / "parity.json", parity.as_json())
         if config.export.merged:
-            on_nf4 = config.export.merge_onto == "dequantized"
-            merged = adapter if on_nf4 else on_16_bits
-            merge(args, config, merged, folder / "merged", facts=facts)
+            merge(args, config, adapter, folder / "merged", facts=facts)
 
 
 def prove(
@@ -165,6 +161,6 @@ def merge(
 
 
 if __name__ == "__main__":
-    parser = stage_parser(__doc__, needs="base model manifest output", takes="recovery")
+    parser = stage_parser(__doc__, needs="base model manifest output")
     parser.add_argument("--finetune", type=Path, required=True, help="folder of the finetune stage")
     run(main, parser)

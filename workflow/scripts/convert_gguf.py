@@ -41,7 +41,6 @@ from workflow.lib.evaluation.served_checks import (
 )
 from workflow.lib.export.gguf_files import GgufSource, write_adapter, write_models
 from workflow.lib.export.stock_models import load_adapter, load_base
-from workflow.lib.model.architecture.model_files import without_recovery
 from workflow.lib.quantization.layer_stream import attention_of
 from workflow.lib.settings.config import ExportConfig
 from workflow.lib.settings.evaluate import GgufForm, GgufFormat
@@ -104,7 +103,7 @@ def served_form(
         files = {name: folder / f"{args.run}-{name}.gguf" for name in formats}
         return Served(form, GgufSource(args.merged, args.merged), None, files, None)
     check_recorded([*downloaded_files(args.model), *listed_files(args.adapter)])
-    adapter = without_recovery(args.adapter)
+    adapter = args.adapter
     files = {name: folder / f"{args.run}-base-{name}.gguf" for name in formats}
     adapter_file = folder / f"{args.run}-adapter.gguf"
     return Served(form, GgufSource(args.model, args.adapter), adapter, files, adapter_file)

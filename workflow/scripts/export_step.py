@@ -63,7 +63,6 @@ def write_adapter(args: argparse.Namespace, folder: Path) -> None:
         config,
         model=args.model,
         base=args.base,
-        recovery=args.recovery,
         facts=read_record(args.manifest, ConversationFacts),
     )
     logger.info("adapter after step %d: %s", args.step, args.output)
@@ -71,7 +70,7 @@ def write_adapter(args: argparse.Namespace, folder: Path) -> None:
 
 if __name__ == "__main__":
     needs = "checkpoints step base model manifest output"
-    parser = stage_parser(__doc__, needs=needs, takes="recovery summary")
+    parser = stage_parser(__doc__, needs=needs, takes="summary")
     parser.add_argument(
         "--adapter-config", type=Path, required=True, help="adapter_config.json of the training"
     )

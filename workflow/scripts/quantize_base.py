@@ -95,7 +95,7 @@ def main(args: argparse.Namespace) -> None:
         quantized_stacks=len(stacks),
         quantized_parameters=num_weights,
         total_bytes=total_bytes,
-        settings=settings.of_base,
+        settings=settings.model_dump(mode="json"),
         method=method,
         method_reason=reason,
         device=device.type,
@@ -133,7 +133,7 @@ def calibrated(
     files = sorted(path for path in args.model.iterdir() if path.is_file())
     begun_with = short_hash(
         [
-            settings.of_base,
+            settings.model_dump(mode="json"),
             [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files],
             file_sha256(args.tokens / MANIFEST),
             text and file_sha256(Path(text)),

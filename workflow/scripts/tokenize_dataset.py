@@ -51,7 +51,6 @@ from workflow.lib.data.tokens.splits import (
     check_both_judgements,
     check_not_empty,
     divide,
-    draw,
     weighted,
     whole_corpus,
 )
@@ -73,21 +72,12 @@ from workflow.lib.settings.config import DataConfig
 from workflow.lib.settings.data import DataColumns, Format
 from workflow.lib.settings.objectives import Examples
 from workflow.lib.system.checksums import check_files, downloaded_files, without_weights
-from workflow.lib.system.errors import UserError, setting_error
+from workflow.lib.system.errors import setting_error
 from workflow.lib.system.files import package_versions, short_hash, write_checked_json
 from workflow.scripts.command import run, stage_parser
 
 
 def main(args: argparse.Namespace) -> None:
-    try:
-        tokenize(args)
-    except UserError as error:
-        if "drawn_tokens" not in args.config:
-            raise
-        raise UserError(f"quantize.recovery_text is read as data.train is. {error}") from None
-
-
-def tokenize(args: argparse.Namespace) -> None:
     settings = DataConfig.model_validate(args.config["data"])
     examples: Examples = args.config.get("examples", "texts")
     check_downloads(args)
@@ -113,7 +103,6 @@ def tokenize(args: argparse.Namespace) -> None:
             listing,
             tokenizer,
             examples=examples,
-            drawn_tokens=args.config.get("drawn_tokens"),
             work=work,
             output=args.output,
             processes=args.processes,
@@ -242,7 +231,6 @@ def prepare_splits(
     tokenizer: PreTrainedTokenizerBase,
     *,
     examples: Examples,
-    drawn_tokens: int | None,
     work: Path,
     output: Path,
     processes: int,
@@ -252,7 +240,7 @@ def prepare_splits(
 
     Raises `UserError` if too many rows are unusable, or no document of a split is left."""
     rejects = rejects_beside(output)
-    train, heldout = make_splits(corpora, settings, listing, drawn_tokens, work=work)
+    train, heldout = make_splits(corpora, settings, listing, work=work)
     if examples == "pairs":
         train, heldout = (replace(split, examples=examples) for split in (train, heldout))
     check_rejected_share(corpora.values(), largest=settings.max_rejected_share, rejects=rejects)
@@ -297,11 +285,10 @@ def make_splits(
     corpora: dict[str, Corpus],
     settings: DataConfig,
     listing: Listing,
-    drawn_tokens: int | None,
     *,
     work: Path,
 ) -> tuple[Split, Split]:
-    """Return train and held-out as read, or so many tokens of them, and list dropped rows."""
+    """Return train and held-out as read, and list dropped rows."""
     parts = [
         (
             corpus,
@@ -310,8 +297,6 @@ def make_splits(
         )
         for split, corpus in corpora.items()
     ]
-    if drawn_tokens is not None:
-        return draw(*parts[0], tokens=drawn_tokens, seed=settings.seed)
     if len(parts) == 1:
         return divide(*parts[0], share=settings.heldout_share, seed=settings.seed)
     return whole_corpus("train", *parts[0]), whole_corpus("heldout", *parts[1])

@@ -12,7 +12,6 @@ from workflow.lib.artifacts.manifest_record import Manifest
 from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.records import GgufChecks, Parity, Quantization, ServedCheck
 from workflow.lib.artifacts.training_record import Summary
-from workflow.lib.model.architecture.model_files import ON_ORIGINAL
 from workflow.lib.report.model_card import CardInputs, model_card
 from workflow.lib.report.verdict import read_measured
 from workflow.lib.settings.config import RunConfig
@@ -26,14 +25,12 @@ logger = logging.getLogger("workflow")
 def main(args: argparse.Namespace) -> None:
     config = RunConfig.model_validate(args.config)
     config_file = args.adapter_config
-    on_original = config_file.parent / ON_ORIGINAL / config_file.name
     check_files([f for f in listed_files(config_file.parent) if f.path == config_file])
     adapter_config = read_json(config_file)
     inputs = CardInputs(
         model_id=config.base_id,
         revision=None if config.export.nf4_base_id else adapter_config["revision"],
         adapter_config=adapter_config,
-        on_original=read_json(on_original) if on_original.is_file() else None,
         dataset_id=config.data.source,
         dataset=config.data.name,
         quantization=read_record(args.base / "quantization.json", Quantization),

@@ -108,19 +108,14 @@ def tokens_key(run: RunConfig) -> str:
 
 
 def _examples_asked(run: RunConfig) -> dict[str, Any]:
-    """Return the kind of a run's examples, if they are not texts, and the number of tokens for a
-    recovery adapter."""
+    """Return the kind of a run's examples, if they are not texts."""
     examples = needs_of(run.train.objective).examples
-    asked: dict[str, Any] = {} if examples == "texts" else {"examples": examples}
-    if run.recovers is not None:
-        rows = (run.train.max_steps or 0) * run.train.global_batch_size
-        asked["drawn_tokens"] = rows * run.data.seq_len
-    return asked
+    return {} if examples == "texts" else {"examples": examples}
 
 
 def base_key(run: RunConfig) -> str:
     """Short hash of all that the quantized base depends on; of tokens only if they calibrate."""
-    settings = run.quantize.of_base
+    settings = run.quantize.model_dump(mode="json")
     if run.quantize.method == "absmax":  # the key before there was a choice, so that bases stay
         settings = {key: settings[key] for key in ("block_size", "double_quant")}
         return short_hash([*_model(run), settings])
@@ -129,26 +124,14 @@ def base_key(run: RunConfig) -> str:
 
 
 def first_run(run: RunConfig) -> RunConfig:
-    """Return the first run of the chain to this one: they share its base. A recovery adapter is of
-    the base of its run."""
-    before = run.start or run.recovers
-    return run if before is None else first_run(before)
-
-
-def recovery_of(run: RunConfig) -> str | None:
-    """Folder of the shards of the recovery adapter with which this run's chain began."""
-    if run.start is None:
-        return None
-    if run.start.recovers is not None:
-        return f"{stage_dir(str(run.train.start_from), 'finetune')}/adapter"
-    return recovery_of(run.start)
+    """Return the first run of the chain to this one: they share its base."""
+    return run if run.start is None else first_run(run.start)
 
 
 def servable_key(run: RunConfig) -> str:
     """Short hash of all that decides whether the run's server serves its exported files."""
-    recovered = recovery_of(run) is not None
     asked = stage_settings("check_servable", run)
-    return short_hash([asked, run.served, recovered, server_version(run.export.serve)])
+    return short_hash([asked, run.served, server_version(run.export.serve)])
 
 
 def servable_dir(run: RunConfig) -> str:
@@ -363,17 +346,11 @@ def recorded_json(stage: str, run: RunConfig) -> str:
     return stage_json(stage, _comparable(run, lambda affects: affects.reruns(stage)))
 
 
-def _excluded(run: RunConfig) -> dict[str, Any]:
-    """Return the settings left out of the report: trackers, and those without a user's name."""
-    recovered = run.start is not None and run.start.recovers is not None
-    return {"tracking": True} | ({"train": {"start_from"}} if recovered else {})
-
-
 def report_json(report: ReportConfig, runs: Mapping[str, RunConfig]) -> str:
-    """Return the input of `render_report`: its section, and each run's settings
-    that differ from the defaults (without trackers)."""
+    """Return the input of `render_report`: its section, and each run's settings that differ
+    from the defaults (without trackers)."""
     changed = {
-        name: run.model_dump(mode="json", exclude_defaults=True, exclude=_excluded(run))
+        name: run.model_dump(mode="json", exclude_defaults=True, exclude={"tracking"})
         for name, run in runs.items()
     }
     return canonical_json({"report": report.model_dump(mode="json"), "runs": changed})

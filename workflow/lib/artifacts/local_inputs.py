@@ -4,14 +4,14 @@ import re
 from pathlib import Path
 
 from workflow.lib.artifacts.layout import SERVING
-from workflow.lib.data.reading.sources import resolve_sources, resolve_splits, unexpanded
+from workflow.lib.data.reading.sources import resolve_splits, unexpanded
 from workflow.lib.model.architecture.model_files import (
     TEKKEN,
     fault_of_files,
     fault_of_tokenizer,
     named_weights,
 )
-from workflow.lib.settings.config import DataConfig, RunConfig, is_hub_id, path_exists
+from workflow.lib.settings.config import RunConfig, is_hub_id, path_exists
 from workflow.lib.settings.evaluate import CONVERTER
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.input_files import why_unreadable
@@ -57,12 +57,6 @@ def check_local_paths(name: str, run: RunConfig) -> None:
             for file in (file.file for source in sources for file in source.files):
                 _check_name(f"data.{split}", file)
                 _check_readable(f"data.{split}", Path(file))
-    if run.quantize.recovery_text is not None:
-        setting, texts = "quantize.recovery_text", DataConfig(train=run.quantize.recovery_text)
-        for source in resolve_sources(texts.train_sources, setting=f"{setting} (run {name})"):
-            for text in source.files:
-                _check_name(setting, text.file)
-                _check_readable(setting, text.path)
     for key, value in paths.items():
         if value is not None:
             check_path(key, value, run=name)

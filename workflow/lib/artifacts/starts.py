@@ -94,9 +94,7 @@ def _started(
 
 
 def _other_base(run: RunConfig, other: RunConfig) -> dict[str, tuple[object, object]]:
-    """Return the settings of a run's base that differ from another's; of its own recovery none."""
-    if other.recovers is not None:
-        return {}
+    """Return the settings of a run's base that differ from another's."""
     return {
         f"{section}.{key}": (own, its)
         for section, keys in OF_BASE.items()

@@ -21,7 +21,6 @@ from workflow.lib.distributed.world import World
 from workflow.lib.evaluation.questions import Model, Subject, content_key
 from workflow.lib.export.sharded_models import load_sharded_adapter, load_sharded_base
 from workflow.lib.export.stock_models import load_adapter, load_base
-from workflow.lib.model.architecture.model_files import without_recovery
 from workflow.lib.model.backends import read_attention_needs, resolve_attention, resolve_dtype
 from workflow.lib.scores.streamed_model import StreamedModel
 from workflow.lib.settings.config import ModelConfig
@@ -112,11 +111,10 @@ def subjects(
     base, adapter = listed_files(folders.base), listed_files(folders.adapter)
     known: dict[SubjectName, tuple[str, Callable[[], AbstractContextManager[Opened]]]] = {}
     if folders.model is not None:
-        plain = without_recovery(folders.adapter)
-        on_original = memory.opener(partial(loading.tuned, folders.model, plain))
+        on_original = memory.opener(partial(loading.tuned, folders.model, folders.adapter))
         known |= {
             "original": (content_key(sources), partial(on_original, adapter=False)),
-            "tuned_on_original": (content_key(sources, listed_files(plain)), on_original),
+            "tuned_on_original": (content_key(sources, adapter), on_original),
         }
     on_base = memory.opener(partial(loading.tuned, folders.base, folders.adapter))
     known |= {

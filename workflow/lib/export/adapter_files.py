@@ -3,7 +3,6 @@
 The merged model is streamed by tensor. A server must prompt as in training, so both hold its
 tokenizer, chat template and end tokens, and `check_conversations` proves it."""
 
-import math
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -27,7 +26,6 @@ from workflow.lib.export.packed_stacks import dequantized_weight
 from workflow.lib.model.architecture.adapter_targets import adapter_scale
 from workflow.lib.model.architecture.routers import CORRECTION
 from workflow.lib.model.architecture.stack_names import PREFIX
-from workflow.lib.model.layers.expert_stacks import ExpertStack
 from workflow.lib.model.layers.nf4_linear import STATE_SUFFIX
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.model.trained_modules import ROWS_TENSOR, TRAINED_ROWS
@@ -83,36 +81,6 @@ def save_adapter(tensors: dict[str, torch.Tensor], config: dict[str, Any], folde
     with atomic_path(folder / "adapter_model.safetensors") as temporary:
         save_file(tensors, temporary, metadata={"format": "pt"})
     write_json(folder / "adapter_config.json", config)
-
-
-def difference(
-    adapter: Mapping[str, torch.Tensor],
-    recovery: Mapping[str, torch.Tensor],
-    config: Mapping[str, Any],
-    *,
-    stacks: Mapping[str, ExpertStack],
-) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return the adapter of s (B A - B0 A0), which adds the training after the base's recovery (B0,
-    A0) to the original in 16 bits: [B, -B0] and [A; A0], of twice the rank; and its
-    `adapter_config.json`. Names of the training; layout of stacks as in `packed_stacks`."""
-    assert adapter.keys() == recovery.keys(), "the recovery has the run's `lora` settings"
-    joined = {}
-    for name, tensor in adapter.items():
-        path, _, part = name.removeprefix(PREFIX).partition(".lora_")
-        experts = stacks[path].shape[0] if path in stacks else 1
-        last = tensor.shape[1]
-        is_a = part == "A.weight"
-        shape = (experts, -1, last) if is_a else (tensor.shape[0], -1, experts)
-        parts = [tensor.view(shape), (recovery[name] if is_a else -recovery[name]).view(shape)]
-        whole = torch.cat(parts, dim=1)
-        joined[name] = whole.reshape((-1, last) if is_a else (tensor.shape[0], -1))
-    more = math.sqrt(2) if config.get("use_rslora") else 2  # keeps the scale at twice the rank
-    return joined, dict(config) | {
-        "r": 2 * config["r"],
-        "lora_alpha": more * config["lora_alpha"],
-        "rank_pattern": {k: 2 * rank for k, rank in config["rank_pattern"].items()},
-        "alpha_pattern": {k: more * alpha for k, alpha in config["alpha_pattern"].items()},
-    }
 
 
 def with_corrections(

@@ -13,12 +13,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
-from workflow.lib.export.adapter_files import difference
 from workflow.lib.export.peft_folder import Trained, save_exported
 from workflow.lib.model.architecture.adapter_targets import adapter_scale
 from workflow.lib.model.architecture.stack_names import PREFIX
 from workflow.lib.model.decoder_layers import drop_other_parts_
-from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.model.lora import adapter_config, inject_adapters, trainable_parameters
 from workflow.lib.model.nf4_model import auto_class, build_on_meta
 from workflow.lib.model.safetensors_reader import CheckpointReader
@@ -86,20 +84,15 @@ def _divides(heads: dict[str, int], by: int) -> bool:
     )
 
 
-def write_narrow_adapter(
-    model: Path, settings: LoraSettings, folder: Path, *, recovered: bool
-) -> int:
+def write_narrow_adapter(model: Path, settings: LoraSettings, folder: Path) -> int:
     """Write a random adapter with a run's settings on the narrow model, and return its largest
-    rank; recovered: it is the difference from a base's recovery, of twice the rank."""
+    rank."""
     packed = build_on_meta(model, dtype=torch.float32)
     original = build_on_meta(model, dtype=torch.float32)
     drop_other_parts_(packed)
     tuned = inject_adapters(packed_on_meta(packed, dtype=torch.float32), settings)
     config = adapter_config(tuned) | {"base_model_name_or_path": str(model), "revision": None}
     adapter = _drawn(tuned, config)
-    if recovered:
-        stacks = expert_stacks(original)
-        adapter, config = difference(adapter, _drawn(tuned, config), config, stacks=stacks)
     with CheckpointReader(model) as base:
         save_exported(Trained(adapter, config), folder, original=original, base=base)
     return int(max(config["r"], *config["rank_pattern"].values(), 0))

@@ -12,17 +12,13 @@ from workflow.lib.artifacts.manifest_record import ConversationFacts
 from workflow.lib.export.adapter_files import (
     base_reference,
     check_conversations,
-    difference,
-    read_sharded_adapter,
     save_adapter,
     save_tokenizer,
     with_corrections,
     write_generation_config,
 )
 from workflow.lib.export.packed_stacks import exported_config, exported_names
-from workflow.lib.model.architecture.model_files import ON_ORIGINAL
 from workflow.lib.model.architecture.stack_names import StackNames
-from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.model.nf4_model import build_on_meta
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.settings.config import RunConfig
@@ -45,12 +41,10 @@ def write_peft_folder(
     *,
     model: Path,
     base: Path,
-    recovery: Path | None,
     facts: ConversationFacts,
-) -> tuple[StackNames, Trained]:
-    """Write the adapter of `base` to `folder`; one that began with a `recovery` includes it, and
-    gets a subfolder for the original in 16 bits. Return the names in its files, and the adapter for
-    the original. Raises `UserError` if its tokenizer does not write conversations as trained."""
+) -> StackNames:
+    """Write the adapter of `base` to `folder`; return the names in its files. Raises `UserError` if
+    its tokenizer does not write conversations as trained."""
     adapter_config = trained.config | base_reference(config.model, model, export=config.export)
     original = build_on_meta(model, dtype=torch.bfloat16)
     names = exported_names(original, trained.tensors)
@@ -60,24 +54,8 @@ def write_peft_folder(
     save_tokenizer(model, folder, facts=facts)
     write_generation_config(model, folder, facts=facts)
     check_conversations(folder, facts.probes)
-    on_16_bits = whole
-    if recovery is not None:
-        named = base_reference(
-            config.model, model, export=config.export.model_copy(update={"nf4_base_id": None})
-        )
-        joined = difference(
-            trained.tensors,
-            read_sharded_adapter(recovery),
-            trained.config | named,
-            stacks=expert_stacks(original),
-        )
-        on_16_bits = Trained(*joined)
-        save_exported(on_16_bits, folder / ON_ORIGINAL, original=original)
-        write_checksums(folder / ON_ORIGINAL)
-        rank = on_16_bits.config["r"]
-        logger.info("adapter for the original in 16 bits: rank %d", rank)
     write_checksums(folder)
-    return names, on_16_bits
+    return names
 
 
 def save_exported(
@@ -85,13 +63,12 @@ def save_exported(
     folder: Path,
     *,
     original: PreTrainedModel,
-    base: CheckpointReader | None = None,
+    base: CheckpointReader,
 ) -> None:
     """Write weights and configuration for stock PEFT. original: on meta; base: the trained
-    checkpoint, if modules may be trained whole."""
-    tensors, names = adapter.tensors, exported_names(original, adapter.tensors)
-    if base is not None:
-        tensors = with_corrections(tensors, adapter.config, model=original, base=base)
+    checkpoint."""
+    names = exported_names(original, adapter.tensors)
+    tensors = with_corrections(adapter.tensors, adapter.config, model=original, base=base)
     save_adapter(
         {names.exported(name): tensor for name, tensor in tensors.items()},
         exported_config(adapter.config, original, adapter.tensors),

@@ -17,7 +17,6 @@ from markupsafe import Markup
 from workflow.lib.artifacts.manifest_record import Manifest
 from workflow.lib.artifacts.records import GgufChecks, Parity, Quantization, ServedCheck
 from workflow.lib.artifacts.training_record import Summary, TrainedSettings
-from workflow.lib.model.architecture.model_files import ON_ORIGINAL
 from workflow.lib.report.html_page import NUMBERS, templates
 from workflow.lib.report.verdict import Measured, label
 from workflow.lib.settings.objectives import needs_of
@@ -44,8 +43,7 @@ CHANGES = {
 @dataclass(frozen=True)
 class CardInputs:
     """The inputs of a card. model_id, dataset_id: hub ids or None; revision: the base's commit;
-    adapter_config: PEFT's; on_original: PEFT's of the training after the base's recovery, None
-    without one; nf4_base_id: of the 4-bit base."""
+    adapter_config: PEFT's; nf4_base_id: of the 4-bit base."""
 
     model_id: str | None
     revision: str | None
@@ -60,7 +58,6 @@ class CardInputs:
     gguf: GgufChecks | None = None
     checked: ServedCheck | None = None
     nf4_base_id: str | None = None
-    on_original: dict[str, Any] | None = None
 
 
 def model_card(inputs: CardInputs) -> str:
@@ -152,7 +149,6 @@ def _environment() -> Environment:
         "outcomes": OUTCOMES,
         "changes": CHANGES,
         "nf4_folder": NF4_FOLDER,
-        "on_original_folder": ON_ORIGINAL,
     }
     return environment
 

@@ -104,7 +104,6 @@ class RunConfig(Sections):
     """All settings of one run."""
 
     _start: "RunConfig | None" = PrivateAttr(None)
-    _recovers: "RunConfig | None" = PrivateAttr(None)
 
     @property
     def start(self) -> "RunConfig | None":
@@ -116,17 +115,6 @@ class RunConfig(Sections):
         run = self.model_copy(update={"lora": lora})
         run._start = start
         return run
-
-    @property
-    def recovers(self) -> "RunConfig | None":
-        """The run for whose base this one trains a recovery adapter (`artifacts.recoveries`); None
-        for runs that the user names."""
-        return self._recovers
-
-    def recovering(self, run: "RunConfig") -> "RunConfig":
-        recovery = self.model_copy()
-        recovery._recovers = run
-        return recovery
 
     @property
     def served(self) -> Served:

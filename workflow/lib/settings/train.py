@@ -1,11 +1,10 @@
 """Settings of the base model, its quantization, the adapter, the optimization and the hardware."""
 
 import re
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from workflow.lib.settings.data import DataSources
 from workflow.lib.settings.effects import Affects
 from workflow.lib.settings.objectives import ObjectiveName
 from workflow.lib.settings.optimizers import OptimizerName
@@ -13,8 +12,6 @@ from workflow.lib.settings.section_base import Name, Section, Share
 
 Rank = Annotated[int, Field(ge=1, le=1024)]
 OF_CALIBRATION = Affects(needs=("method", "calibrated", "auto"))
-# Not of the base: it decides what the run starts from (`artifacts.recoveries`).
-OF_RECOVERY = Affects(read_by=(), told=("finetune", "consolidate"), later=True)
 OF_RESTARTS = Affects(later=True, needs=("lr_schedule", "cosine_with_restarts"))
 OF_STABLE = Affects(later=True, needs=("lr_schedule", "warmup_stable_decay"))
 OF_FLOAT8 = Affects(later=True, needs=("matmul_dtype", "float8", "auto"))
@@ -99,26 +96,6 @@ class QuantizeConfig(Section):
     )
     """UTF-8 text file for half of these tokens, so that other kinds of text lose nothing; null =
     only training rows."""
-    recovery_steps: Annotated[int, OF_RECOVERY] = Field(0, ge=0, le=100_000)
-    """Steps in which the 16-bit original teaches its NF4 base. All runs on this base start from
-    this recovery adapter. 0 = none."""
-    recovery_text: Annotated[DataSources | None, OF_RECOVERY] = None
-    """Texts and chats for these steps, named like `data.train`. More kinds of text help other kinds
-    more."""
-
-    @property
-    def of_base(self) -> dict[str, Any]:
-        """What the bytes of the base depend on, as JSON."""
-        return self.model_dump(mode="json", exclude={"recovery_steps", "recovery_text"})
-
-    @model_validator(mode="after")
-    def _recovery_has_text(self) -> "QuantizeConfig":
-        if self.recovery_steps and not self.recovery_text:
-            raise ValueError(
-                f"recovery_steps = {self.recovery_steps}: recovery_text names no text. Name chats "
-                "and documents of several kinds, or set recovery_steps to 0"
-            )
-        return self
 
 
 class LoraSettings(Section):

@@ -41,7 +41,6 @@ def times_taken(documents: int, *, weight: float, source: int, seed: int) -> npt
 
 
 BLOCK = 2**20  # documents compared at a time
-DRAWN_HELDOUT = 4  # documents beside drawn ones
 
 
 @dataclass(frozen=True)
@@ -128,20 +127,6 @@ def whole_corpus(
 ) -> Split:
     """Return a split of all documents of a corpus. dropped: ordinals of the rows that gave none."""
     return _split(name, corpus, documents, dropped, np.ones(corpus.rows_read, dtype=np.bool_))
-
-
-def draw(
-    corpus: Corpus, documents: Documents, dropped: npt.NDArray[np.int64], *, tokens: int, seed: int
-) -> tuple[Split, Split]:
-    """Return documents of at least so many tokens, if there are so many, and a few others held out,
-    drawn by `seed` alone. Parts of one row may be on both sides: they judge nothing."""
-    order = drawn(len(documents), total=len(documents), seed=seed)
-    held, rest = np.split(order, [min(DRAWN_HELDOUT, max(1, len(order) // 20))])
-    ends = np.cumsum(documents.lengths[rest], dtype=np.int64)
-    rest = rest[: int(np.searchsorted(ends, tokens)) + 1]
-    whole = whole_corpus("train", corpus, documents, dropped)
-    heldout = replace(whole, name="heldout", chosen=np.sort(held), rows_read=0, rows_dropped=0)
-    return replace(whole, chosen=np.sort(rest)), heldout
 
 
 def divide(

@@ -34,7 +34,6 @@ CONFIG = "config.json"
 WEIGHTS = "transformers_weights"
 ADAPTER = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-ON_ORIGINAL = "on_original"  # subfolder of an adapter: the adapter without its base's recovery
 TEKKEN = "tekken.json"
 TOKENIZERS = (
     "tokenizer.json",
@@ -66,12 +65,6 @@ class Fault(NamedTuple):
 
     bound: str
     change: str
-
-
-def without_recovery(adapter: Path) -> Path:
-    """Return the adapter for the original model: without its base's recovery, if it has one."""
-    folder = adapter / ON_ORIGINAL
-    return folder if folder.is_dir() else adapter
 
 
 def fault_of_files(names: Collection[str], *, named_weights: str | None = None) -> Fault | None:
