@@ -142,7 +142,7 @@ def trained(first, **columns):
         {"train": "False"},
         {"weight": "0.0"},
         {"metadata": {"turn": {"train": False}}},
-        {"notes": [{"by": "x"}, {"train": False}]},
+        {"notes": [{"by": 1}, {"train": False}]},
         {"loss": {"weight": 0, "why": "bad"}},
     ],
 )
@@ -153,7 +153,7 @@ def test_turn_that_is_marked_is_not_trained(keys):
 @pytest.mark.parametrize(
     "keys",
     [{"train": True}, {"loss": 1}, {"weight": 1.0}, {"train": None}, {"masked": False},
-     {"train": "true"}, {"train": ""}, {"loss": "1"}, {"train_notes": "0.5 of it"},
+     {"train": "true"}, {"train": ""}, {"loss": "1"}, {"train_notes": "half"},
      {"metadata": {"train": True}}, {"trainer": "x"}, {"loss_reason": "text"}],
 )  # fmt: skip
 def test_turn_that_is_not_marked_is_trained(keys):

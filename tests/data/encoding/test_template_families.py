@@ -321,7 +321,8 @@ def test_last_turn_alone_and_turns_of_weight_zero_are_one_example(name):
 # Like DeepSeek V3.1: turns are written without reasoning, which the prompt opens on request.
 HIDES_REASONING = (
     "{{ bos_token }}{% for m in messages %}"
-    "{% if m.role == 'user' %}{{ '<｜User｜>' + m.content + '<｜Assistant｜>' }}{% else %}</think>"
+    "{% if m.role != 'assistant' %}{{ '<｜User｜>' + m.content + '<｜Assistant｜>' }}{% else %}"
+    "</think>"
     "{% if m.tool_calls %}{{ m.content }}{% for c in m.tool_calls %}"
     "{{ '<｜tool▁calls▁begin｜>' + c.function.name + '<｜tool▁calls▁end｜>' }}{% endfor %}"
     "{% else %}{{ m.content.split('</think>')[-1] }}{% endif %}{{ eos_token }}{% endif %}"
@@ -348,7 +349,8 @@ def test_reasoning_that_no_turn_shows_is_trained_where_the_prompt_opens_one(turn
     tokenizer = tokenizer_of("deepseek_r1")
     encoder = SampleEncoder(tokenizer, chat_template=HIDES_REASONING, loss_on="completions")
     spoken = {"role": "assistant", **turn}
-    talk = [*chat("q"), spoken, *chat("q"), spoken]
+    results = [{"role": "tool", "content": "r"} for _ in turn.get("tool_calls", ())]
+    talk = [*chat("q"), spoken, *results, *chat("q"), spoken]
 
     def trained(**kwargs):
         row = {"messages": talk, "chat_template_kwargs": kwargs}

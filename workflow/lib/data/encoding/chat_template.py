@@ -16,7 +16,8 @@ from jinja2 import meta, nodes
 from jinja2.defaults import DEFAULT_NAMESPACE
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from workflow.lib.data.encoding.chat_messages import Conversation, Message
+from workflow.lib.data.encoding.chat_messages import Conversation
+from workflow.lib.data.encoding.message_forms import Message
 from workflow.lib.data.encoding.row_values import RowError
 from workflow.lib.data.encoding.tool_calls import Tool, ToolCall, with_short_ids
 from workflow.lib.data.reading.chunks import MAX_ROW_BYTES, preview

@@ -10,7 +10,7 @@ of objects, and `mask`, which for some means trained and for others hidden."""
 
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -155,7 +155,20 @@ def _error(reason: str, key: str) -> RowError:
 
 
 # Of a message; every row is checked for whether the template writes it.
-REASONING_KEYS = frozenset({"reasoning_content", "reasoning", "thinking"})
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+# What a message holds beside its content, by all of its names in small letters with underscores.
+CALLS, REASONING = "tool_calls", "reasoning"
+MESSAGE_ALIASES = {
+    **dict.fromkeys((CALLS, "tool_call", "function_call", "function_calls", "tool_uses"), CALLS),
+    **dict.fromkeys((*REASONING_KEYS, "reasoning_details", "reasoning_text"), REASONING),
+    **dict.fromkeys(("thought", "thoughts", "thinking_content", "thinking_blocks"), REASONING),
+    **dict.fromkeys(("chain_of_thought", "cot"), REASONING),
+}
+# Keys that every template gets in its own spelling, whatever it reads.
+CANONICAL = (CALLS, "function_call", *REASONING_KEYS)
+NAMES = ("id", "name")  # of a message or its speaker; whatever their text, they are no content
+# A text that nobody has written: an id, a name, a time, an address.
+LABEL_TEXT = re.compile(r"[\w.:/@+=#%&?~,-]*|[\d\s:.,/+TZ-]*", re.ASCII)
 # Keys of a row that would be lost in a message.
 PLACED_OTHERWISE = {
     **dict.fromkeys(("tools", "functions"), "list of tools"),
@@ -182,16 +195,19 @@ class Place:
     optional: frozenset[str] = frozenset()
     passed: bool = False
     flags: frozenset[str] = frozenset()
+    aliases: Mapping[str, str] = field(default_factory=dict, hash=False)
 
 
 class Shape(NamedTuple):
     """The use of a set of keys: which are not read, which are flags, which are passed on.
-    has_optional: whether an optional one is among them."""
+    has_optional: whether an optional one is among them; aliased: keys by what they are a name
+    of."""
 
     unread: tuple[str, ...]
     flags: tuple[str, ...]
     passed: tuple[str, ...]
     has_optional: bool
+    aliased: Mapping[str, tuple[str, ...]]
 
 
 @dataclass
@@ -224,33 +240,61 @@ class KeyAccount:
 
     def _learn(self, place: Place, item: Values) -> Shape:
         kept = [key for key in item if key not in self.leave_out]
+        names = {key: self._alias(place, key) for key in kept} if place.aliases else {}
+        aliased: dict[str, tuple[str, ...]] = {}
+        for key, name in names.items():
+            if name is not None:
+                aliased[name] = (*aliased.get(name, ()), key)
         flags = [key for key in kept if key in place.flags and key not in place.read]
         others = [key for key in kept if key not in place.read and key not in flags]
-        known = {*self.template_keys, *REASONING_KEYS} if place.passed else set[str]()
+        others = [key for key in others if names.get(key) is None]
+        known = {*self.template_keys} if place.passed else set[str]()
         unread = [key for key in item if key in self.leave_out]
         unread += [key for key in others if key not in known]
         if not place.name:
             unread = [key for key in unread if key != self.group_by]
         has_optional = not place.optional.isdisjoint(kept)
-        shape = Shape(tuple(unread), tuple(flags), tuple(others), has_optional)
+        shape = Shape(tuple(unread), tuple(flags), tuple(others), has_optional, aliased)
         if not place.name:
             self._columns |= dict.fromkeys(key for key in kept if key not in unread)
         if len(self._shapes) < MAX_SHAPES:
             self._shapes[place.name, *item] = shape
         return shape
 
+    def _alias(self, place: Place, key: str) -> str | None:
+        """Return what a key is a name of, unless the template reads it by this name."""
+        if key in self.template_keys and key not in CANONICAL:
+            return None
+        return place.aliases.get("_".join(WORD.findall(key)).lower())
+
+    def reasoning_key(self, key: str) -> str:
+        """Return the key under which the template reads a reasoning that a message has as `key`."""
+        if key in self.template_keys:
+            return key
+        read = [name for name in REASONING_KEYS if name in self.template_keys]
+        own = key if key in REASONING_KEYS else REASONING_KEYS[0]
+        return read[0] if read else own
+
     def _check(self, place: Place, key: str, value: Any, where: str) -> None:
         if key in self.leave_out:
             return
         if (key in MEDIA and isinstance(value, str | bytes | list | dict)) or _holds_media(value):
-            if not self.omit_media:
-                raise media_error(f"{where} has {key}")
-        elif is_like_flag(key, of_row=not place.name):
+            if self.omit_media:
+                return
+            raise media_error(f"{where} has {key}")
+        if is_like_flag(key, of_row=not place.name):
             check_unknown_flag(key, value, where)
         elif place.passed and (what := PLACED_OTHERWISE.get(key)):
             raise RowError(
                 f"{what} in a message: {where} has {key}; give the row a column of it, or leave it "
                 f"out (data.leave_out: [{key}])"
+            )
+        if place.passed and key not in NAMES and holds_text(value):
+            raise _error(
+                f"text that nothing reads: {where} has {key} = {repr(value)[:PREVIEW_CHARS]}, and "
+                "the chat template does not read it; rename it to content, reasoning_content or "
+                "tool_calls if it is one",
+                key,
             )
 
     def count(self, place: Place, key: str) -> None:
@@ -272,6 +316,15 @@ def _label(place: str, key: str) -> str:
 
 def _is_bool(value: Any) -> bool:
     return isinstance(flag_value(value), bool)
+
+
+def holds_text(value: Any) -> bool:
+    """Tell whether somebody may have written a value: a text that is no label, or a list or an
+    object with a text in it."""
+    if isinstance(value, str):
+        return LABEL_TEXT.fullmatch(value.strip()) is None
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return any(isinstance(item, str) or holds_text(item) for item in items)
 
 
 def row_weight(shape: Shape, value: Values, *, column: str, label: str | None = None) -> float:

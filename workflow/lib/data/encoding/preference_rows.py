@@ -14,13 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from workflow.lib.data.encoding.chat_messages import (
-    Conversation,
-    Message,
-    is_transcript,
-    read_transcript,
-)
+from workflow.lib.data.encoding.chat_messages import Conversation, as_prefix
 from workflow.lib.data.encoding.keys_read import KeyAccount, Place, row_weight
+from workflow.lib.data.encoding.message_forms import Message, is_transcript, read_transcript
 from workflow.lib.data.encoding.row_columns import PAIRS
 from workflow.lib.data.encoding.row_formats import (
     NOTHING,
@@ -258,7 +254,7 @@ def _with_prompt(prompt: list[Message], side: Turns) -> Turns:
             "column in data.columns.prompt, or write both as whole conversations (lists of "
             "messages). A prompt that is the beginning of two texts is not guessed"
         )
-    return [*prompt, *messages], [0.0] * len(prompt) + weights
+    return [*as_prefix(prompt, messages), *messages], [0.0] * len(prompt) + weights
 
 
 def _shared(chosen: list[Message], rejected: list[Message]) -> int:

@@ -2,7 +2,8 @@
 
 An export encodes them again by the written files alone, and must get the same ids."""
 
-from workflow.lib.data.encoding.chat_messages import Conversation, Message
+from workflow.lib.data.encoding.chat_messages import Conversation
+from workflow.lib.data.encoding.message_forms import Message
 from workflow.lib.data.encoding.tool_calls import Tool, ToolCall
 
 PROBE = Conversation(

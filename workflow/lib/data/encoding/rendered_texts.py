@@ -8,7 +8,8 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from workflow.lib.data.encoding.chat_messages import END_OF_REASONING, Conversation, Message
+from workflow.lib.data.encoding.chat_messages import END_OF_REASONING, Conversation
+from workflow.lib.data.encoding.message_forms import Message
 from workflow.lib.data.encoding.row_values import RowError
 from workflow.lib.data.encoding.template_texts import (
     Text,

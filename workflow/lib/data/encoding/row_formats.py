@@ -12,14 +12,11 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from workflow.lib.data.encoding.chat_messages import (
-    ROLE_KEYS,
-    ROLES,
     Conversation,
-    Message,
-    question_of,
+    as_prefix,
     read_content,
     read_messages,
-    read_transcript,
+    whole_turns,
     without_tags,
 )
 from workflow.lib.data.encoding.keys_read import (
@@ -29,6 +26,13 @@ from workflow.lib.data.encoding.keys_read import (
     KeyAccount,
     Place,
     row_weight,
+)
+from workflow.lib.data.encoding.message_forms import (
+    ROLE_KEYS,
+    ROLES,
+    Message,
+    question_of,
+    read_transcript,
 )
 from workflow.lib.data.encoding.row_columns import (
     REQUIRED,
@@ -101,7 +105,7 @@ def row_place(format: Format, columns: DataColumns) -> Place:
     else:
         optional = {*system_columns(columns), *tools_columns(columns), columns.history}
         optional |= {ARGUMENTS_COLUMN, *SWITCHES}
-        optional |= set() if format in WITHOUT_REASONING else REASONING_KEYS
+        optional |= set() if format in WITHOUT_REASONING else {*REASONING_KEYS}
     names |= {columns.label} - {LABEL}  # not read as a label without ratings
     flags = frozenset({*FLAGS, columns.weight})
     return Place("", frozenset(names | optional), frozenset(optional), flags=flags)
@@ -185,8 +189,10 @@ def whole_conversation(
 
 
 def _weighted_conversation(messages: list[Message], weights: list[float]) -> Conversation:
+    messages, weights, prefills = whole_turns(messages, weights)
     trained = [weight > 0 for weight in weights]
-    return Conversation(messages, trained, weights=None if weights == trained else weights)
+    own_weights = None if weights == trained else weights
+    return Conversation(messages, trained, weights=own_weights, prefills=prefills)
 
 
 def _raw_tools(row: RowParts) -> Any:
@@ -232,7 +238,7 @@ def _add_reasoning(messages: list[Message], row: RowParts) -> None:
                 f"(data.leave_out: [{name}])"
             )
         last = messages[-1]
-        if last["role"] != "assistant" or not REASONING_KEYS.isdisjoint(last):
+        if last["role"] != "assistant" or not last.keys().isdisjoint(REASONING_KEYS):
             raise RowError(
                 f"two reasonings: column {name!r} has one, and so has the last turn, or it is no "
                 f"assistant's; leave the column out (data.leave_out: [{name}])"
@@ -268,7 +274,7 @@ def _prompt_completion(row: RowParts) -> Unweighted:
     said, what = answer_behind(row, said), f"column {row.columns.completion!r}"
     completion, weights = read_turns(row, said, what, role="assistant")
     weights = [0.0] * (len(before) + len(prompt)) + weights
-    return _conversation([*before, *prompt, *completion], weights, row)
+    return _conversation([*before, *as_prefix(prompt, completion), *completion], weights, row)
 
 
 def read_turns(

@@ -13,12 +13,12 @@ from workflow.lib.data.encoding.chat_messages import (
     BEGIN_OF_REASONING,
     END_OF_REASONING,
     Conversation,
-    Message,
 )
+from workflow.lib.data.encoding.keys_read import REASONING_KEYS
+from workflow.lib.data.encoding.message_forms import Message
 from workflow.lib.data.encoding.tool_calls import Tool, ToolCall
 from workflow.lib.settings.data import TextKind
 
-REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 KINDS: dict[str, TextKind] = {
     "system": "system",
     "developer": "system",

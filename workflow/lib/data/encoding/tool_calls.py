@@ -15,12 +15,14 @@ from workflow.lib.data.encoding.row_values import (
     objects_in,
     without_nulls,
 )
+from workflow.lib.data.reading.chunks import PREVIEW_CHARS
 
 ARGUMENTS = ("arguments", "parameters", "args", "input", "kwargs", "params")  # of a call
 SCHEMAS = ("parameters", "input_schema", "inputSchema")  # of a tool on offer
 SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")  # of calls, in the templates of Mistral
-CALL = Place("call", frozenset({"id", "type", "function", *ARGUMENTS}))
-FUNCTION = Place("function of a call", frozenset({"id", "type", "name", "function", *ARGUMENTS}))
+IDS = ("id", "call_id", "tool_call_id")
+CALL = Place("call", frozenset({*IDS, "type", "function", *ARGUMENTS}))
+FUNCTION = Place("function of a call", frozenset({*IDS, "type", "name", "function", *ARGUMENTS}))
 TOOL = Place("tool", frozenset({"type", "function"}))
 
 
@@ -48,6 +50,11 @@ class Tool(TypedDict):
 
 def read_calls(raw: Any, where: str, keys: KeyAccount) -> list[ToolCall]:
     """Return the calls of a list, of its JSON text, or of a single call."""
+    if isinstance(raw, str) and raw.lstrip()[:1] not in ("", "[", "{", '"', "n"):
+        raise RowError(
+            f"calls as text: {where} has {raw[:PREVIEW_CHARS]!r}, which is no JSON; write a list "
+            "of calls, each with its name and its arguments, or put the text into the content"
+        )
     calls = _decoded(without_nulls(raw), f"tool calls of {where}")
     if calls in EMPTY:
         return []
@@ -83,7 +90,8 @@ def _call(raw: Any, where: str, keys: KeyAccount) -> ToolCall:
         "name": function["name"],
         "arguments": _arguments(function, call, where),
     }
-    number = function.get("id") if call.get("id") is None else call["id"]
+    ids = (holder[key] for holder in (call, function) for key in IDS if holder.get(key) is not None)
+    number = next(ids, None)
     check_json((number, called), f"a call in {where}")
     if number is not None:
         return {"id": number, "type": "function", "function": called}

@@ -4,13 +4,14 @@ A turn begins where the prompt of inference ends. It ends with its last special 
 first token of the next role. A turn that later text shows otherwise (templates leave reasoning out
 of earlier turns) has a text of its own."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from workflow.lib.data.encoding.chat_messages import Conversation, Message
+from workflow.lib.data.encoding.chat_messages import Conversation
 from workflow.lib.data.encoding.chat_template import ChatTemplate, Spans
+from workflow.lib.data.encoding.message_forms import Message
 from workflow.lib.data.encoding.probes import NEXT_TURNS, PROBE
 from workflow.lib.data.encoding.rendered_texts import RenderedTexts, Turn, TurnText
 from workflow.lib.data.encoding.row_values import RowError, UnwantedRowError, map_texts, texts_of
@@ -66,6 +67,8 @@ class TurnRenderer:
             guarded = conversation != plain
         texts = self._turn_by_turn(conversation)
         lost = self._texts.check(conversation, texts)
+        if conversation.prefills and self._loss_on != "all":
+            texts = [self._without_prefills(text, conversation.prefills, guarded) for text in texts]
         if not (guarded or self._reads_tokens):
             held = frozenset()  # the template's own, such as the end of the reasoning
         return Rendered(texts, guarded, held, frozenset(lost | ignored))
@@ -245,6 +248,25 @@ class TurnRenderer:
             return self._render(conversation, stop)[0]
         except RowError:
             return ""
+
+    def _without_prefills(
+        self, text: TurnText, prefills: Mapping[int, str], guarded: bool
+    ) -> TurnText:
+        """Return a text whose turns begin behind their prefills, which inference has in the
+        prompt."""
+        turns = []
+        for turn in text.turns:
+            prefill = prefills.get(turn.index, "").lstrip()
+            if guarded:
+                prefill = self._encoder.guard(prefill, but=self.template.searched_texts)
+            start = text.text.find(prefill, turn.start, turn.stop)
+            if start < 0:
+                raise RowError(
+                    f"turn not found: the chat template rewrites the beginning of message "
+                    f"{turn.index + 1}, which the next message continues; join the two"
+                )
+            turns.append(replace(turn, start=start + len(prefill) if prefill else turn.start))
+        return replace(text, turns=turns)
 
     def _guard(self, conversation: Conversation) -> Conversation:
         """Return the conversation with guarded special tokens. Tokens that the template searches

@@ -12,14 +12,14 @@ from workflow.lib.data.encoding.chat_messages import (
     BEGIN_OF_REASONING,
     END_OF_REASONING,
     Conversation,
-    Message,
 )
 from workflow.lib.data.encoding.chat_template import ChatTemplate
+from workflow.lib.data.encoding.keys_read import REASONING_KEYS
+from workflow.lib.data.encoding.message_forms import Message
 from workflow.lib.data.encoding.probes import PROBE
 from workflow.lib.data.encoding.row_values import RowError
 from workflow.lib.data.encoding.safe_encoder import SafeEncoder
 from workflow.lib.data.encoding.template_texts import (
-    REASONING_KEYS,
     reasoning_of,
     texts_of_conversation,
 )

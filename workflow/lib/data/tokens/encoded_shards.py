@@ -28,7 +28,7 @@ from workflow.lib.data.tokens.work_folder import Line
 from workflow.lib.settings.objectives import Examples
 from workflow.lib.system.files import read_checked_json, write_checked_json
 
-SHARD_VERSION = 9  # raise it when the same chunk and settings give another shard
+SHARD_VERSION = 10  # raise it when the same chunk and settings give another shard
 # Rows that are rendered before they are tokenized: both are faster in one stretch.
 ROWS_BEGUN = 64
 DIGEST_BYTES = 8  # 64 bits: at 10^8 documents an accidental pair has a chance of 1 in 4,000

@@ -1,0 +1,222 @@
+"""Items of a conversation, of any form, as messages with a role and a content.
+
+The forms are pairs of a question and its answer, lists of a role and a text, transcripts, objects
+of lists, content blocks of Anthropic's, items of OpenAI's Responses API, and channels of Harmony.
+Keys that mean nothing here stay. Any other form raises `RowError`."""
+
+import re
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from workflow.lib.data.encoding.call_results import NAMESPACE, RESULT_ID
+from workflow.lib.data.encoding.keys_read import KeyAccount
+from workflow.lib.data.encoding.row_values import EMPTY, RowError, kind
+
+# A message for the template: `role`, `content`, perhaps `tool_calls`, and any other keys.
+Message = dict[str, Any]
+
+ROLES = {
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("user", "human", "prompter"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "model", "ai", "bot"), "assistant"),
+    **dict.fromkeys(("function_call", "tool_call"), "assistant"),
+    **dict.fromkeys(("tool", "function", "observation", "ipython", "environment"), "tool"),
+    **dict.fromkeys(("tool_response", "function_response", "tool_result"), "tool"),
+}
+ROLE_KEYS = ("role", "from")
+CONTENT_KEYS = ("content", "value", "text")
+# Content blocks of Anthropic's: before the text of a message, or behind it.
+BLOCKS = {"tool_result": -1, "thinking": -1, "tool_use": 1}
+# A transcript as those of HH-RLHF, its turns, and the end of one whose answer is another column.
+TRANSCRIPT = re.compile(r"\s*Human:.*\n\nAssistant:", re.DOTALL)
+SPEAKER = re.compile(r"(?:^\s*|\n\n)(Human|Assistant):")
+ANSWER_TO_COME = re.compile(r"\s*Assistant:\s*$")
+# An item without a role may hold a question and its answer.
+PAIRS = (
+    ("input", "output"),
+    ("prompt", "response"),
+    ("prompt", "completion"),
+    ("question", "answer"),
+    ("instruction", "output"),
+    ("user", "assistant"),
+    ("human", "assistant"),
+)
+# Of a tool's message without content: its result.
+RESULT_KEY = re.compile("(tool_)?(output|result|response)s?")
+RESULT_IDS = ("tool_use_id", "call_id")  # other names of `tool_call_id`
+CHANNELS = ("analysis", "commentary", "final")
+
+
+def role_of(item: Message) -> str | None:
+    """Return the role as the item spells it, in small letters."""
+    role = next((item[key] for key in ROLE_KEYS if item.get(key) is not None), None)
+    return role.strip().lower().replace("-", "_") if isinstance(role, str) else None
+
+
+def is_transcript(value: Any) -> bool:
+    return isinstance(value, str) and TRANSCRIPT.match(value) is not None
+
+
+def read_transcript(text: str, what: str) -> tuple[list[Message], list[float]]:
+    """Return the turns of a transcript as messages, and their weights, as `read_messages`."""
+    start, *parts = SPEAKER.split(text)
+    assert not start.strip(), "a transcript begins with a speaker"
+    pairs = list(zip(parts[::2], parts[1::2], strict=True))
+    for number, (_, turn) in enumerate(pairs, 1):
+        if not turn.strip():
+            raise RowError(f"empty: turn {number} of the transcript in {what}")
+    messages = [{"role": ROLES[who.lower()], "content": turn.strip()} for who, turn in pairs]
+    return messages, [float(message["role"] == "assistant") for message in messages]
+
+
+def question_of(value: Any) -> str | None:
+    """Return a transcript without the `Assistant:` at its end; None if it is none, or does not end
+    with a question."""
+    if not is_transcript(value):
+        return None
+    question = ANSWER_TO_COME.sub("", value)
+    return question if SPEAKER.findall(question)[-1:] == ["Human"] else None
+
+
+def items_of(value: Any, what: str) -> list[Any]:
+    """Return a list of items; a message alone, or an object of lists (`datasets` once stored lists
+    of objects so), is one too."""
+    if isinstance(value, dict):
+        columns = list(value.values())
+        are_lists = bool(columns) and all(isinstance(column, list) for column in columns)
+        if are_lists and len({len(column) for column in columns}) == 1:
+            return [dict(zip(value, row, strict=True)) for row in zip(*columns, strict=True)]
+        if any(key in value for key in ROLE_KEYS):
+            return [value]
+    if not isinstance(value, list):
+        raise RowError(f"not a list of messages: {what} is {kind(value)}")
+    return value
+
+
+def single_messages(items: list[Any], keys: KeyAccount) -> Iterator[Any]:
+    """Yield each message, two for a pair of a question and its answer, with its system text before
+    them unless the last pair had the same."""
+    if items and all(map(_is_role_and_text, items)):
+        items = [{"role": role, "content": text} for role, text in items]
+    system: object = None
+    for item in items:
+        pair = None
+        if isinstance(item, dict) and "role" not in item and "from" not in item:
+            pair = next((p for p in PAIRS if all(key in item for key in p)), None)
+        if pair is not None:
+            more = {key: value for key, value in item.items() if key not in pair}
+            own = None if "system" in keys.leave_out else more.pop("system", None)  # XTuner's
+            if own not in (*EMPTY, system):
+                yield {"role": "system", "content": own}
+                system = own
+            yield {"role": "user", "content": item[pair[0]]}
+            yield {"role": "assistant", "content": item[pair[1]], **more}
+        elif isinstance(item, list) and len(item) == 2:
+            yield {"role": "user", "content": item[0]}
+            yield {"role": "assistant", "content": item[1]}
+        elif isinstance(item, dict):
+            for message in _without_blocks(_response_item(item)):
+                yield _result(_without_channel(message, keys), keys)
+        else:
+            yield item
+
+
+def _is_role_and_text(item: Any) -> bool:
+    """Tell whether an item is `["user", "Hi"]`, as LangChain and FastChat write messages."""
+    is_pair = isinstance(item, list) and len(item) == 2 and isinstance(item[0], str)
+    return is_pair and item[0].strip().lower() in ROLES
+
+
+def _without_blocks(item: Message) -> list[Message]:
+    """Return a message, and one of Anthropic's content blocks as OpenAI's: a result of a tool is a
+    message before it, calls and reasoning have keys of their own. Raises `RowError` where that
+    would change the order of blocks, or replace such a key."""
+    content = item.get("content")
+    if not isinstance(content, list):
+        return [item]
+    kinds = [str(part.get("type")) if isinstance(part, dict) else "" for part in content]
+    if not BLOCKS.keys() & kinds:
+        return [item]
+    places = [BLOCKS.get(kind, 0) for kind in kinds]
+    if places != sorted(places):
+        raise RowError(
+            "order of content blocks: results and reasoning come first, then text, then calls, but "
+            f"a message has {', '.join(kinds)}"
+        )
+    parts: dict[str, list[Any]] = {name: [] for name in BLOCKS}
+    others: list[Any] = []
+    for part, name in zip(content, kinds, strict=True):
+        parts.get(name, others).append(part)
+    added = {"function_call": parts["tool_use"], "thinking": parts["thinking"]}
+    added = {key: value for key, value in added.items() if value}
+    for key in added:
+        if item.get(key) is not None:
+            raise RowError(f"two values: a message has {key} and content blocks of the same")
+    alone = not (others or added)
+    rest = _without(item, ("content", *ROLE_KEYS)) if alone else {}
+    results = [{**rest, "role": "tool", **_without(x, ("type",))} for x in parts["tool_result"]]
+    return results if alone else [*results, {**item, **added, "content": others}]
+
+
+def _without(item: Message, names: Collection[str]) -> Message:
+    return {key: value for key, value in item.items() if key not in names}
+
+
+def _response_item(item: Message) -> Message:
+    """Return an item of OpenAI's Responses API as a message."""
+    form = item.get("type")
+    if form == "message":
+        return _without(item, ("type",))
+    if role_of(item) is not None or not isinstance(form, str):
+        return item
+    rest = _without(item, ("type", "id"))
+    if form == "function_call":
+        call = {"id": item.get("call_id"), "name": item.get("name")}
+        call["arguments"] = item.get("arguments")
+        rest = _without(rest, ("call_id", "name", "arguments"))
+        return {**rest, "role": "assistant", "function_call": call}
+    if form == "function_call_output":
+        return {**rest, "role": "tool"}
+    if form == "reasoning":
+        key = "summary" if item.get("content") in EMPTY else "content"
+        rest = _without(rest, (key, "content"))
+        return {**rest, "role": "assistant", "reasoning_content": item.get(key)}
+    raise RowError(f"unknown item: a message without a role has the type {form!r}")
+
+
+def _without_channel(item: Message, keys: KeyAccount) -> Message:
+    """Return a message of Harmony's: `analysis` is a reasoning, a recipient is the function that
+    the content calls. A template that reads channels gets them as they are."""
+    channel, recipient = (_word(item, key, keys) for key in ("channel", "recipient"))
+    channel, calls = channel.lower(), recipient.startswith(NAMESPACE)
+    if not (channel in CHANNELS or calls) or ROLES.get(role_of(item) or "") != "assistant":
+        return item
+    content = next((item[key] for key in CONTENT_KEYS if item.get(key) is not None), None)
+    rest = _without(item, ("channel", "recipient"))
+    if calls:
+        call = {"name": recipient.removeprefix(NAMESPACE), "arguments": content}
+        return {**_without(rest, CONTENT_KEYS), "function_call": call}
+    if channel == "analysis":
+        return {**_without(rest, CONTENT_KEYS), "reasoning_content": content}
+    return rest
+
+
+def _word(item: Message, key: str, keys: KeyAccount) -> str:
+    value = item.get(key)
+    is_read = key not in keys.leave_out and key not in keys.template_keys
+    return value.strip() if is_read and isinstance(value, str) else ""
+
+
+def _result(item: Message, keys: KeyAccount) -> Message:
+    """Return a tool's message with its result under `content`, and its id under `tool_call_id`."""
+    if ROLES.get(role_of(item) or "") != "tool":
+        return item
+    names = dict.fromkeys(RESULT_IDS, RESULT_ID) if item.get(RESULT_ID) is None else {}
+    if all(item.get(key) is None for key in CONTENT_KEYS):
+        names |= {key: "content" for key in item if RESULT_KEY.fullmatch(key)}
+    names = {k: v for k, v in names.items() if item.get(k) is not None and k not in keys.leave_out}
+    if not names:
+        return item
+    if len({*names.values()}) < len(names):
+        raise RowError(f"two values: a tool's message has {' and '.join(names)}")
+    return {**_without(item, names), **{new: item[old] for old, new in names.items()}}
