@@ -143,6 +143,56 @@ def test_log_odds_of_answers_that_are_almost_certain_are_finite():
     assert sure.log_p.grad.isfinite().all()
 
 
+EXTREMES = torch.tensor([-1e4, -1e3, -95.0, 0.0, 95.0, 1e3, 1e4])
+
+
+@pytest.mark.parametrize("beta", [0.1, 1.0])
+@pytest.mark.parametrize(
+    ("name", "loss_type"),
+    [*(("dpo", form) for form in get_args(PairLoss)), ("ipo", "sigmoid"), ("simpo", "sigmoid")],
+)
+def test_losses_of_pairs_and_their_gradients_are_finite_at_ten_thousand_nats(name, loss_type, beta):
+    e = SMOOTHING.get(loss_type, 0.0)
+    settings = given(loss_type=loss_type, beta=beta, label_smoothing=e)
+    objective = objective_of(name, settings, DistillConfig())
+    c, r = (x.flatten() for x in torch.meshgrid(EXTREMES, EXTREMES, indexing="ij"))
+    chosen, rejected = (
+        Answers(x.requires_grad_(), torch.zeros_like(x), torch.ones_like(x)) for x in (c, r)
+    )
+    losses = objective.losses(chosen, rejected)
+    losses.sum().backward()
+    assert torch.cat([losses, c.grad, r.grad]).isfinite().all()
+
+
+def test_log_odds_of_answers_of_probability_1_are_finite_and_keep_their_direction():
+    """A one-token answer whose logit is 20 above the others has log p of exactly 0 in fp32."""
+    p = torch.tensor([0.0, -3.0, 0.0, 0.0])
+    chosen, rejected = (
+        Answers(x.clone().requires_grad_(), None, torch.ones(4)) for x in (p, p.flip(0))
+    )
+    objective = objective_of("orpo", given(), DistillConfig())
+    losses = objective.losses(chosen, rejected)
+    losses.sum().backward()
+    assert torch.cat([losses, chosen.log_p.grad, rejected.log_p.grad]).isfinite().all()
+    assert (chosen.log_p.grad < 0).all()
+    assert (rejected.log_p.grad > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "possible"),
+    [
+        ("sft", (5.0,), False),
+        ("sft", (0.0,), True),  # all tokens of the step weigh 0
+        ("distill", (5.0,), True),
+        ("dpo", (3.0, 20.0), True),
+        ("kto", (3.0, 3.0, 0.0), True),
+    ],
+)
+def test_objective_says_whether_a_healthy_gradient_may_be_zero(name, sizes, possible):
+    objective = objective_of(name, given(), DistillConfig())
+    assert objective.may_stand_still(sizes) is possible
+
+
 def test_what_objectives_tell_of_a_step_is_declared():
     for name in get_args(ObjectiveName):
         objective = objective_of(name, given(), DistillConfig())

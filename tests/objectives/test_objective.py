@@ -150,6 +150,22 @@ def test_held_out_loss_is_that_of_one_step_over_all_documents(found, alone, head
     assert found[f"held out, {head}, {name}"] == pytest.approx(loss, rel=1e-5)
 
 
+def losses_with_dropout(world, base, name):
+    losses = []
+    for dropout in (0.0, 0.4):
+        config = configured(name, "frozen head")
+        lora = config.lora.model_copy(update={"dropout": dropout})
+        config = config.model_copy(update={"lora": lora})
+        losses.append(one_step(build(base, config, world), config, world, 1, store=store_of(name)))
+    return [loss for loss, *_ in losses]
+
+
+@pytest.mark.parametrize(("name", "drops"), [("sft", True), ("dpo", False), ("kto", False)])
+def test_preferences_train_without_dropout(base, name, drops):
+    (losses,) = run_in_group(losses_with_dropout, base, name, world_size=1)
+    assert (losses[0] != losses[1]) is drops
+
+
 def test_weights_that_are_all_equal_change_nothing():
     """A gradient three times as large is divided by a sum of weights three times as large."""
     plain = scored_rows("texts")

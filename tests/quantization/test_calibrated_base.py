@@ -24,6 +24,7 @@ from workflow.lib.quantization import calibrated_base
 from workflow.lib.quantization.calibrated_base import (
     BATCH_TOKENS,
     CalibrationInputs,
+    calibration_batches,
     check_gpu_memory,
     layer_bytes,
     measured_batches,
@@ -65,6 +66,20 @@ def store():
     arrays = token_arrays(ids, positions > 0, positions.astype(np.int32), heldout=heldout)
     manifest = {"seq_len": 23, "vocab_size": VOCAB, "pad_token_id": 0}
     return TokenStore(manifest=manifest, arrays=arrays)
+
+
+def test_ends_of_turns_calibrate_where_padding_is_the_same_token():
+    ids = np.full((1, 9), 7, dtype=np.uint32)
+    positions = np.array([[0, 1, 2, 3, 0, 1, 2, 0, 1]], dtype=np.int32)
+    mask = (positions > 0) & (np.arange(9) < 7)
+    documents = (ids[0], mask[0], np.array([0, 9]))
+    manifest = {"seq_len": 9, "vocab_size": VOCAB, "pad_token_id": 7}
+    arrays = token_arrays(ids, mask, positions, heldout=documents)
+    rows = calibration_batches(
+        QuantizeConfig(method="calibrated"), TokenStore(manifest=manifest, arrays=arrays), None,
+        device=CPU,
+    )  # fmt: skip
+    assert [batch.counted.tolist() for batch in rows] == [[[True] * 7 + [False] * 2]]
 
 
 def calibrate(original, target):

@@ -20,6 +20,7 @@ def train(**settings):
         (0.5, 17, 4, 3),  # 8.5 rows
         (0.001, 17, 16, 1),  # never no step at all
         (2.5, 1009, 13, 195),  # 2522.5 rows
+        (2.2, 25, 1, 55),  # 2.2 as written: 55.00000000000001 in binary
     ],
 )
 def test_length_is_enough_steps_for_the_epochs(epochs, rows, batch, steps):

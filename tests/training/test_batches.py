@@ -5,13 +5,13 @@ import pytest
 import torch
 
 from tests.support.models import random_store
+from workflow.lib.data.tokens.packing import text_lengths
 from workflow.lib.training.batches import (
     RowGroup,
     attention_costs,
     make_batch,
     micro_batches,
     process_rows,
-    text_lengths,
 )
 
 CPU = torch.device("cpu")

@@ -21,11 +21,14 @@ from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import read_json
 from workflow.lib.training.checkpoint import (
     CheckpointWriter,
+    TrainingClock,
     save_adapter,
     saved_steps,
     step_dir,
     trained_otherwise,
 )
+
+CLOCK = TrainingClock(3.5, 7.0)
 
 
 def adapter_of(checkpoints):
@@ -39,7 +42,7 @@ def save_and_resume(world, base, folder):
     writer = CheckpointWriter(folder, keep=2, identity=IDENTITY, world=world)
     steps = run.losses(first=0)
     losses = list(islice(steps, SAVED))
-    writer.save(run.training, run.optimizer, step=SAVED)
+    writer.save(run.training, run.optimizer, step=SAVED, clock=CLOCK)
     saved = run.state()
     losses += steps  # while the checkpoint is being written
     writer.wait()
@@ -48,12 +51,14 @@ def save_and_resume(world, base, folder):
     torch.distributed.barrier()
     save_adapter(run.training, adapter_of(folder), world=world)
     again = Run(base, world)
-    step = again.resume(folder).step
+    found = again.resume(folder)
+    step = found.step
     resumed = again.state()
     return {
         "uninterrupted": run.state(),
         "losses": losses,
         "step": step,
+        "clock": found.clock,
         "saved": saved,
         "resumed": resumed,
         "late_losses": again.train(first=step),
@@ -86,7 +91,7 @@ def assert_identical(one, other):
 
 def test_checkpoint_holds_the_state_at_its_step_though_training_went_on(run):
     """Weights, both moments and the step count of AdamW."""
-    assert run["step"] == SAVED
+    assert (run["step"], run["clock"]) == (SAVED, CLOCK)
     assert {name.rpartition(".")[2] for name in run["saved"]} == {
         "weight",
         "exp_avg",

@@ -113,3 +113,10 @@ def test_checkpoint_is_due_after_step_1_exported_ones_every_so_many_and_every_so
 ):
     cadence = Cadence(every_steps=10, every_minutes=5.0, exported=(13,))
     assert cadence.due(step=step, last_saved_s=time.monotonic() - 60 * minutes_since) is due
+
+
+def test_checkpoints_of_more_than_eight_digits_are_found_in_order(tmp_path):
+    steps = [7, 99_999_999, 100_000_000]
+    for step in steps:
+        step_dir(tmp_path, step).mkdir()
+    assert saved_steps(tmp_path) == steps

@@ -8,14 +8,23 @@ import torch
 
 from tests.support.built_models import built_model
 from tests.support.distributed import run_in_group
+from tests.support.models import adapted
 from tests.support.plans import make_plan
 from tests.support.refusals import refusal
+from tests.support.scored_rows import scored_rows
 from tests.support.training_loops import BATCH, CLIP, STEPS, loop, settings, trainer
 from workflow.lib.kernels.rows.dropout import dropped as dropped_of
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.nf4_model import local
+from workflow.lib.settings.schedule import step_rows
 from workflow.lib.system.errors import UserError
-from workflow.lib.training.loop import check_step
+from workflow.lib.training.loop import (
+    STANDSTILL_STEPS,
+    Standstill,
+    Trainer,
+    check_step,
+    make_optimizer,
+)
 
 
 def runs(world, base, reshard_after_forward):
@@ -63,6 +72,36 @@ def test_gradient_that_vanishes_after_an_update_blames_the_rate():
         UserError, match=r"the updates have broken the model\. Lower train\.learning_rate"
     ):
         check_step(5.7, 0.0, step=2)
+
+
+def test_zero_gradient_is_healthy_where_the_objective_allows_it():
+    check_step(0.0, 0.0, step=6, may_stand_still=True)
+
+
+def test_user_is_told_once_that_gradients_stay_zero(caplog):
+    standstill = Standstill()
+    for step in range(3 * STANDSTILL_STEPS):
+        standstill.note(1.0 if step in (5, 2 * STANDSTILL_STEPS) else 0.0, step=step)
+    (told,) = caplog.messages
+    assert told.startswith(f"the gradient has been exactly 0 in {STANDSTILL_STEPS} steps, up to ")
+
+
+def weightless(world, base):
+    """Take two steps of rows whose tokens all weigh 0, between others; return losses and norms."""
+    store = scored_rows("texts", weights=True)
+    order = [step_rows(num_rows=6, global_batch_size=1, seed=0, step=step)[0] for step in range(4)]
+    store.weights[order[1:3]] = 0.0
+    config = settings(global_batch_size=1, max_steps=4)
+    training = adapted(base, r=4)
+    optimizer = make_optimizer(training, config.train)
+    made = Trainer(training, optimizer, store, config.train, 1, world)
+    return [(m.loss, m.grad_norm) for m in made.steps(first_step=0, num_steps=4)]
+
+
+def test_step_whose_tokens_all_weigh_0_goes_on(base):
+    (steps,) = run_in_group(weightless, base, world_size=1)
+    assert [loss > 0 and norm > 0 for loss, norm in steps] == [True, False, False, True]
+    assert steps[1:3] == [(0.0, 0.0)] * 2
 
 
 @pytest.mark.parametrize(

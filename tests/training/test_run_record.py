@@ -12,7 +12,7 @@ from workflow.lib.settings.schedule import step_rows
 from workflow.lib.system.artifact_files import read_lines
 from workflow.lib.system.files import read_checked_json
 from workflow.lib.training import run_record
-from workflow.lib.training.checkpoint import Resumed
+from workflow.lib.training.checkpoint import Resumed, TrainingClock
 from workflow.lib.training.run_record import CHECKPOINTS, DATA, Journal, trained_tokens
 
 METRICS = Step(
@@ -133,16 +133,18 @@ def test_a_line_a_minute_tells_progress_where_no_terminal_has_a_bar(tmp_path, ca
 
 
 def journals(world, folder):
-    """Keep a journal in two processes, be killed after step 5, and resume from step 3 twice."""
+    """Keep a journal in two processes, be killed after step 5, and resume from step 3 twice, the
+    first 3 steps by five processes."""
     found = {}
     for number, first in enumerate((0, 3, 3)):
         skipped = [{"step": 5, "reason": "truncated"}] if number == 2 else []
-        resumed = Resumed(first, skipped, None)
+        clock = TrainingClock(1.25, 6.25) if first else TrainingClock()
+        resumed = Resumed(first, skipped, None, clock)
         journal = Journal(folder, resumed=resumed, log_every=1, num_steps=STEPS, world=world)
         found[f"start {number}"] = (
             [r["step"] for r in journal.rows],
             journal.resumed_from,
-            journal.elapsed_s,
+            journal.clock,
         )
         found["skipped"] = journal.skipped
         for step in range(first + 1, 6):
@@ -151,6 +153,7 @@ def journals(world, folder):
             )
     if world.is_main:
         journal.copy_to(folder / "copy.jsonl")
+    found["end"] = journal.clock
     return found
 
 
@@ -163,9 +166,10 @@ def kept(tmp_path_factory):
 def test_journal_continues_after_the_checkpoints_step_on_all_processes(kept):
     _, results = kept
     for found in results:
-        assert found["start 0"] == ([], [], 0.0)
-        assert found["start 1"] == ([1, 2, 3], [3], 1.5)
-        assert found["start 2"] == ([1, 2, 3], [3, 3], 1.5)
+        assert found["start 0"] == ([], [], (0.0, 0.0))
+        assert found["start 1"] == ([1, 2, 3], [3], (1.25, 6.25))
+        assert found["start 2"] == ([1, 2, 3], [3, 3], (1.25, 6.25))
+        assert found["end"] == (22.5, 6.25 + 2 * 21.25)
 
 
 def test_journal_has_every_step_once_and_the_last_invocations_values(kept):

@@ -178,7 +178,7 @@ def train(
         shown(args, run.config, journal, run.world) as show,
     ):
         for metrics in state.trainer.steps(
-            first_step=first_step, num_steps=last_step, elapsed_s=journal.elapsed_s
+            first_step=first_step, num_steps=last_step, elapsed_s=journal.clock.elapsed_s
         ):
             if told := watch.after_step(metrics.tokens / metrics.tokens_per_s, step=metrics.step):
                 logger.info("%s", told)
@@ -291,7 +291,12 @@ def save_or_stop(state: RunState, *, step: int, asked: bool, tokens: Path) -> No
         state.pulse.phase("saving", num_bytes=state.state_bytes)
         TokenStore.open(tokens)  # bytes cut off a mapped file read as zeros
         with state.watch.part(CHECKPOINTS):
-            state.writer.save(state.trainer.training, state.trainer.optimizer, step=step)
+            state.writer.save(
+                state.trainer.training,
+                state.trainer.optimizer,
+                step=step,
+                clock=state.journal.clock,
+            )
     if stopping and not last:
         stop_as_asked(state.writer, step=step, num_steps=state.num_steps)
 
@@ -385,7 +390,7 @@ def write_results(
     logger.info(
         "trained %d steps in %.0f s: loss %.3f -> %.3f",
         journal.step,
-        journal.elapsed_s,
+        journal.clock.elapsed_s,
         summary["first_loss"],
         summary["final_loss"],
     )

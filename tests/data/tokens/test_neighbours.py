@@ -8,22 +8,28 @@ from workflow.lib.data.tokens.neighbours import next_others, with_neighbours
 
 
 @pytest.mark.parametrize(
-    ("rows", "answers", "others"),
+    ("rows", "prompts", "answers", "others"),
     [
-        ("0123", "abcd", [1, 2, 3, 0]),  # the next, and around the end
-        ("0123", "aabb", [2, 2, 0, 0]),  # never an equal one
-        ("001122", "abcdef", [2, 2, 4, 4, 0, 0]),  # never one of the same row
-        ("0011", "abab", [3, 2, 1, 0]),
-        ("00112", "abaab", [4, 2, 4, 4, 0]),
-        ("0123", "aaaa", [-1] * 4),
-        ("00", "ab", [-1, -1]),
-        ("001", "aba", [-1, 2, 1]),
+        ("0123", "wxyz", "abcd", [1, 2, 3, 0]),  # the next, and around the end
+        ("0123", "wxyz", "aabb", [2, 2, 0, 0]),  # never an equal one
+        ("001122", "uvwxyz", "abcdef", [2, 2, 4, 4, 0, 0]),  # never one of the same row
+        ("0011", "wxyz", "abab", [3, 2, 1, 0]),
+        ("00112", "vwxyz", "abaab", [4, 2, 4, 4, 0]),
+        ("012345", "xxyyzz", "abcdef", [2, 2, 4, 4, 0, 0]),  # never one of the same prompt
+        ("01234", "xxyyx", "abbca", [2, 3, 4, 4, 2]),
+        ("0123", "wxyz", "aaaa", [-1] * 4),
+        ("0123", "xxxx", "abcd", [-1] * 4),
+        ("00", "xy", "ab", [-1, -1]),
+        ("001", "xyz", "aba", [-1, 2, 1]),
     ],
 )
-def test_neighbour_is_the_next_answer_of_another_row_that_differs(rows, answers, others):
-    ordinals = np.array([int(row) for row in rows], dtype=np.uint64)
-    digests = np.array([ord(answer) for answer in answers], dtype=np.uint64)
-    assert next_others(ordinals, digests).tolist() == others
+def test_neighbour_is_the_next_answer_of_another_row_and_prompt_that_differs(
+    rows, prompts, answers, others
+):
+    ordinals, *digests = (
+        np.array([ord(x) for x in column], dtype=np.uint64) for column in (rows, prompts, answers)
+    )
+    assert next_others(ordinals, *digests).tolist() == others
 
 
 def test_neighbours_answer_is_cut_to_the_room_that_is_left_in_a_row(tmp_path):

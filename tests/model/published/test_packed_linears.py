@@ -34,14 +34,31 @@ def test_gptq_is_code_less_zero_times_the_scale_of_the_inputs_group(
     stored = load_file(folder / "model.safetensors")
     parts = (stored[f"{LINEAR}.{name}"] for name in ("qweight", "qzeros", "scales", "g_idx"))
     packed, zeros, scales, groups = parts
+    zeros = zeros + less * sum(1 << shift for shift in range(0, 32, bits))
     with DecodedReader(folder) as reader:
         found = reader.tensor(f"{LINEAR}.weight")
         assert reader.shape(f"{LINEAR}.weight") == tuple(found.shape) == (80, 176)
     for out, column in ((0, 0), (79, 175), (33, 64), (7, 101)):
         group = int(groups[column])
-        zero = code(zeros, group, out, bits=bits) + less
+        zero = code(zeros, group, out, bits=bits)
         expected = (code(packed.T, out, column, bits=bits) - zero) * scales[group, out].float()
         assert found[out, column] == expected.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_gptq_zeros_of_0_borrow_from_the_next_code_of_their_word(tmp_path: Path, bits: int) -> None:
+    """As GPTQModel writes format `gptq`: the words of `gptq_v2` minus 1 for each code."""
+    folder = integer_checkpoint(tmp_path, "gptq", bits=bits, said={"checkpoint_format": "gptq_v2"})
+    with DecodedReader(folder) as reader:
+        expected = reader.tensor(f"{LINEAR}.weight")
+    stored = load_file(folder / "model.safetensors")
+    ones = sum(1 << shift for shift in range(0, 32, bits))
+    less = {name: x - ones for name, x in stored.items() if name.endswith("qzeros")}
+    save_file(stored | less, folder / "model.safetensors")
+    text = (folder / "config.json").read_text().replace("gptq_v2", "gptq")
+    (folder / "config.json").write_text(text)
+    with DecodedReader(folder) as reader:
+        assert torch.equal(reader.tensor(f"{LINEAR}.weight"), expected)
 
 
 def test_awq_has_its_columns_in_the_order_of_its_kernels(tmp_path: Path) -> None:

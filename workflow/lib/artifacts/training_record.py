@@ -116,6 +116,8 @@ class Summary(Record):
     tokens: int  # positions of all rows of all steps, padding included
     trained_tokens: int  # prediction targets of all steps
     elapsed_s: float  # seconds of training, over all starts
+    process_s: float | None = None
+    """The same times the processes of each start; none: of an earlier version."""
     energy_j: float | None = None
     """Joules of the host's GPUs during the training, by NVML; null without one, and if the training
     was interrupted."""
@@ -132,7 +134,8 @@ class Summary(Record):
     @property
     def device_hours(self) -> float:
         """Hours of training, summed over the processes: GPU hours where `device` is cuda."""
-        return self.processes * self.elapsed_s / 3600
+        process_s = self.process_s
+        return (self.processes * self.elapsed_s if process_s is None else process_s) / 3600
 
 
 class Step(Record):

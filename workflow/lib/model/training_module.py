@@ -4,7 +4,7 @@ It takes a micro-batch and returns its summed loss, never logits of all position
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import nn
@@ -95,6 +95,15 @@ class CausalLMForTraining(nn.Module):
         if embedding.weight.requires_grad or hasattr(embedding, ROWS):
             self.rows_of = MasterRows(embedding, causal_lm.config.dtype)
         self._prepared = PreparedDecoder(causal_lm, self.adapters)
+
+    def train(self, mode: bool = True) -> Self:
+        """Without the objective's dropout the model stays in evaluation: adapters and the family
+        drop nothing."""
+        super().train(mode)
+        self.peft_model.train(mode and self.objective.dropout)
+        if self.router_balance is not None:
+            self.router_balance.training = mode
+        return self
 
     @property
     def recurrent_layers(self) -> int:

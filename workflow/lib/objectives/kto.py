@@ -32,6 +32,11 @@ class RatedAnswers:
         Figure("kl"),
     )
     estimated = len(figures) - 1
+    dropout = False
+
+    def may_stand_still(self, sizes: tuple[float, ...]) -> bool:
+        """Return True: both ends of the loss are flat, and answers may weigh 0."""
+        return True
 
     @property
     def rewards(self) -> Rewards:

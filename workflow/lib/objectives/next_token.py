@@ -14,6 +14,11 @@ class NextToken:
 
     figures: tuple[Figure, ...] = ()
     estimated = None
+    dropout = True
+
+    def may_stand_still(self, sizes: tuple[float, ...]) -> bool:
+        """Return whether all of the step's tokens have a weight of 0."""
+        return sizes[0] == 0
 
     def loss(
         self, head: Head, states: torch.Tensor, batch: TokensOfBatch
@@ -43,6 +48,11 @@ class Distill:
 
     figures = (Figure("teacher_kl"), Figure("sft_loss"))
     estimated = None
+    dropout = True
+
+    def may_stand_still(self, sizes: tuple[float, ...]) -> bool:
+        """Return True: a student may equal its teacher."""
+        return True
 
     def loss(
         self, head: Head, states: torch.Tensor, batch: TokensOfBatch

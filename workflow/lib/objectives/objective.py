@@ -112,6 +112,14 @@ class Objective(Protocol):
         """The figure that the loss needs of the whole step, by number: a forward of all
         micro-batches computes it first; None: none."""
 
+    @property
+    def dropout(self) -> bool:
+        """Whether training drops activations; preferences compare the model with its reference,
+        and dropout would be part of the difference."""
+
+    def may_stand_still(self, sizes: tuple[float, ...]) -> bool:
+        """Whether the gradient of a step of these sizes can be exactly 0 in a healthy run."""
+
     def loss(
         self, head: Head, states: torch.Tensor, batch: TokensOfBatch
     ) -> tuple[torch.Tensor, torch.Tensor | None]:

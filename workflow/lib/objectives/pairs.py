@@ -75,6 +75,11 @@ class Pairs:
     )
 
     estimated = None
+    dropout = False
+
+    def may_stand_still(self, sizes: tuple[float, ...]) -> bool:
+        """Return True: losses of pairs have a flat end, as the hinge above its margin."""
+        return True
 
     def loss(
         self, head: Head, states: torch.Tensor, batch: TokensOfBatch
@@ -108,6 +113,7 @@ def reward_by_reference(beta: float) -> Rewards:
 
 
 DISCOPOP_TAU = 0.05  # arXiv 2406.08414, as TRL has it
+SURE = -(2.0**-24)  # log of the fp32 number below 1
 HALF = -math.log(2.0)  # boundary between the two forms of log(1 - e^x)
 # (beta, e, c, r) -> losses
 Form = Callable[[float, float, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -134,8 +140,9 @@ def _exo_pair(beta: float, e: float, c: torch.Tensor, r: torch.Tensor) -> torch.
 def _discopop(beta: float, e: float, c: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
     """Log-ratio modulated loss (arXiv 2406.08414, eq. 5)."""
     x = beta * (c - r)
-    share = torch.sigmoid(x / DISCOPOP_TAU)
-    return (1 - share) * -logsigmoid(x) + share * torch.exp(-x)
+    y = x / DISCOPOP_TAU
+    # s(y) exp(-x) as one exponential: exp(-x) alone overflows where s(y) is 0
+    return torch.sigmoid(-y) * -logsigmoid(x) + torch.exp(logsigmoid(y) - x)
 
 
 FORMS: Mapping[PairLoss, Form] = {
@@ -199,6 +206,9 @@ def orpo(chosen: Answers, rejected: Answers, *, beta: float) -> torch.Tensor:
 
 
 def _log_odds(log_p: torch.Tensor) -> torch.Tensor:
+    """Return log(p / (1 - p)). An fp32 log p of a sure answer is 0, whose odds are infinite: it
+    counts as that of the closest p, with that one's slope."""
+    log_p = log_p + (log_p.detach().clamp(max=SURE) - log_p.detach())
     low = log_p < HALF
     # each form gets only its own values: the other's would give gradients that are not finite
     by_log1p = torch.log1p(-torch.exp(log_p.where(low, HALF)))

@@ -23,6 +23,7 @@ from torch import nn
 
 from workflow.lib.artifacts.records import CalibrationFacts, HeldoutLosses
 from workflow.lib.data.encoding.tokenizer import load_tokenizer
+from workflow.lib.data.tokens.packing import text_lengths
 from workflow.lib.data.tokens.token_store import TokenStore, choose_documents
 from workflow.lib.model.layers.expert_stacks import experts_modules
 from workflow.lib.model.safetensors_reader import CheckpointReader
@@ -219,9 +220,12 @@ def _training_batches(
         )
     drawn = np.random.default_rng(SEED).choice(store.num_rows, size=count, replace=False)
     rows = sorted(drawn.tolist())
-    batches = _batches(store.input_ids[rows], store.position_ids[rows], device, size=size)
-    filling = store.manifest["pad_token_id"]
-    return [replace(batch, counted=batch.input_ids != filling) for batch in batches]
+    positions = store.position_ids[rows]
+    batches = _batches(store.input_ids[rows], positions, device, size=size)
+    # the padding token may be the end of every turn: padding is a place, not a token
+    lengths = torch.from_numpy(text_lengths(positions, store.loss_mask[rows])).to(device)
+    counted = torch.arange(store.seq_len, device=device) < lengths[:, None]
+    return [replace(x, counted=c) for x, c in zip(batches, counted.split(size), strict=True)]
 
 
 def text_rows(path: str, model: Path, *, tokens: int, width: int) -> np.ndarray:

@@ -57,7 +57,7 @@ from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.device_types import RECORDED
 from workflow.lib.system.document_lengths import equal_lengths
 from workflow.lib.training.build import TrainingModel, adapt_, dtype_of, lay_out_
-from workflow.lib.training.gradients import LossSum, clip_gradients, step_estimate
+from workflow.lib.training.gradients import LossSum, clip_gradients, is_healthy, step_estimate
 from workflow.lib.training.loop import make_optimizer
 from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs, forward_backward
 from workflow.lib.training.optimizers import ShardwiseOptimizer
@@ -270,8 +270,8 @@ class _Run:
         sum_copies_(training)
         norm = clip_gradients(optimizer, max_norm=1.0)
         dist.all_reduce(result)
-        loss = loss_in(result)
-        optimizer.begin(unless=~(loss.isfinite() & norm.isfinite() & (norm > 0)))
+        possible = training.objective.may_stand_still((1.0,))
+        optimizer.begin(unless=~is_healthy(loss_in(result), norm, may_stand_still=possible))
         optimizer.step()
         optimizer.zero_grad(set_to_none=self._graphs is None)
         tape.counts = False

@@ -6,6 +6,7 @@ therefore needs no iterator state, and the number of processes changes nothing."
 
 import functools
 import math
+from fractions import Fraction
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,8 @@ def total_steps(train: TrainConfig, *, num_rows: int) -> int:
     if train.max_steps is not None:
         return train.max_steps
     assert train.epochs is not None, "TrainConfig guarantees epochs or max_steps"
-    return max(1, math.ceil(num_rows * train.epochs / train.global_batch_size))
+    epochs = Fraction(repr(train.epochs))  # the decimal of the settings, not its binary value
+    return max(1, math.ceil(num_rows * epochs / train.global_batch_size))
 
 
 def step_rows(

@@ -111,7 +111,8 @@ class LoraSettings(Section):
     dropout: Annotated[float, Affects(read_by=("preflight_run", "finetune"))] = Field(
         0.0, ge=0.0, lt=1.0
     )
-    """Dropout on the adapter's input, probability. Rounded to a multiple of 1 / 65,536."""
+    """Dropout on the adapter's input, probability. Rounded to a multiple of 1 / 65,536. Training on
+    preferences has no dropout of any kind, as in TRL."""
     target_modules: tuple[str, ...] | str = "all-linear"
     """Linear layers with an adapter: names (ends of paths: `q_proj`), a regular expression for
     whole paths, or `all-linear`."""

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from workflow.lib.data.tokens.packing import text_lengths
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.kernels.attention.packed import document_bounds
 from workflow.lib.kernels.attention.shared_prompts import SharedPrompts, kept_tokens
@@ -28,17 +29,6 @@ def attention_costs(position_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int64
     sums: npt.NDArray[np.int64] = position_ids.sum(axis=1, dtype=np.int64)
     costs: npt.NDArray[np.int64] = 2 * sums + position_ids.shape[1]
     return costs
-
-
-def text_lengths(
-    position_ids: npt.NDArray[Any], loss_mask: npt.NDArray[np.bool_]
-) -> npt.NDArray[np.int64]:
-    """Return the tokens of each row (rows,) before its padding, the last, untrained document."""
-    seq_len = position_ids.shape[1]
-    last = seq_len - 1 - np.argmax(position_ids[:, ::-1] == 0, axis=1)
-    trained = (loss_mask & (np.arange(seq_len) >= last[:, None])).any(axis=1)
-    lengths: npt.NDArray[np.int64] = np.where(trained, seq_len, last)
-    return lengths
 
 
 def shared_lengths(store: TokenStore, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

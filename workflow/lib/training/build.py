@@ -139,6 +139,11 @@ def build_training_model(
     choice = plan.layers(len(decoder_layers(model)))
     training, fused = adapt_(model, config.lora, plan, choice)
     training.objective = objective_of(config.train.objective, config.preferences, config.distill)
+    if config.lora.dropout and not training.objective.dropout:
+        logger.info(
+            "lora.dropout = %g is off: train.objective = %s has no dropout, as in TRL",
+            *(config.lora.dropout, config.train.objective),
+        )
     training.balance_routers_(config.train.router_aux_loss_coef)
     if plan.shares_prompts and (obstacle := training.share_prompts_()):
         logger.info("every document has its own prompt: %s", obstacle)

@@ -1,8 +1,8 @@
 """Checkpoints of a run in progress: adapter, optimizer, step and metrics, in the background.
 
-A folder `step-<8 digits>` below that of the trajectory's fingerprint is written under a temporary
-name, fsynced, and renamed when all processes have finished. If its checksums show damage, the one
-before is taken. Any number of processes can read it. Random numbers need no state: they are
+A folder `step-<8 digits or more>` below that of the trajectory's fingerprint is written under a
+temporary name, fsynced, and renamed when all processes have finished. If its checksums show damage,
+the one before is taken. Any number of processes can read it. Random numbers need no state: they are
 functions of (seed, step, rank)."""
 
 import logging
@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,8 +42,8 @@ from workflow.lib.training.optimizers import ShardwiseOptimizer
 
 logger = logging.getLogger("workflow")
 
-STEP_PATTERN = re.compile(r"^step-(\d{8})$")
-LEFTOVER_PATTERN = re.compile(r"^\.step-\d{8}\.(partial|damaged)$")
+STEP_PATTERN = re.compile(r"^step-(\d{8,})$")
+LEFTOVER_PATTERN = re.compile(r"^\.step-\d{8,}\.(partial|damaged)$")
 METRICS, HISTORY = "metrics.jsonl", "history.jsonl"
 
 
@@ -56,6 +56,20 @@ def saved_steps(folder: Path) -> list[int]:
 def step_dir(folder: Path, step: int) -> Path:
     """Return the folder of the checkpoint after `step` steps."""
     return folder / f"step-{step:08d}"
+
+
+class TrainingClock(NamedTuple):
+    """Seconds of a run's steps, over all starts: by the wall clock, and times the processes."""
+
+    elapsed_s: float = 0.0
+    process_s: float = 0.0
+
+    def at(self, elapsed_s: float, *, processes: int) -> "TrainingClock":
+        more_s = elapsed_s - self.elapsed_s
+        return TrainingClock(elapsed_s, self.process_s + more_s * processes)
+
+
+BEGINNING = TrainingClock()
 
 
 @dataclass(frozen=True)
@@ -94,7 +108,8 @@ class CheckpointWriter:
         self._exported = exported
         self._group = dist.new_group(backend="gloo")
         self._newest = newest
-        self._orders: queue.SimpleQueue[tuple[dict[str, Piece], int]] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[tuple[dict[str, Piece], int, TrainingClock]]
+        self._orders = queue.SimpleQueue()
         self._writing, self._written = False, threading.Event()
         self._failure: WriteError | None = None
         self.last_saved_s: float | None = None
@@ -115,7 +130,14 @@ class CheckpointWriter:
             raise
         self.wait()
 
-    def save(self, training: nn.Module, optimizer: ShardwiseOptimizer, *, step: int) -> None:
+    def save(
+        self,
+        training: nn.Module,
+        optimizer: ShardwiseOptimizer,
+        *,
+        step: int,
+        clock: TrainingClock = BEGINNING,
+    ) -> None:
         """Start to write the state after `step` steps; wait for the previous write. Collective."""
         self.wait()
         if step == self._newest:
@@ -124,7 +146,7 @@ class CheckpointWriter:
         live = _pieces(training, optimizer)
         pieces = {name: piece.staged() for name, piece in live.items()}
         self._newest, self.last_saved_s = step, time.monotonic()
-        self._orders.put((pieces, step))
+        self._orders.put((pieces, step, clock))
         self._writing = True
 
     def wait(self) -> None:
@@ -148,7 +170,7 @@ class CheckpointWriter:
             self._write(*self._orders.get())  # without a name here the copy is freed at once
             self._written.set()
 
-    def _write(self, pieces: dict[str, Piece], step: int) -> None:
+    def _write(self, pieces: dict[str, Piece], step: int, clock: TrainingClock) -> None:
         """Write, publish and prune; run by the background thread of every process."""
         partial = self._folder / f".step-{step:08d}.partial"
         try:
@@ -158,7 +180,7 @@ class CheckpointWriter:
                 partial,
                 pieces,
                 group=self._group,
-                facts={"identity": self._identity, "step": step},
+                facts={"identity": self._identity, "step": step, "clock": clock._asdict()},
                 companions=[metrics] if self._world.is_main and metrics.exists() else [],
             )
             self._on_main(lambda: self._publish(partial, step))
@@ -246,6 +268,7 @@ class Resumed:
     step: int
     skipped: list[dict[str, Any]]  # of `SkippedCheckpoint`
     metrics: Path | None  # the checkpoint's own copy of metrics.jsonl
+    clock: TrainingClock = BEGINNING
 
 
 def resume_(
@@ -265,9 +288,9 @@ def resume_(
         path = step_dir(folder, step)
         problem = _problem(path, world=world)
         if problem is None:
-            _load_(path, training, optimizer, identity=identity, step=step)
+            clock = _load_(path, training, optimizer, identity=identity, step=step)
             metrics = path / METRICS
-            return Resumed(step, skipped, metrics if metrics.exists() else None)
+            return Resumed(step, skipped, metrics if metrics.exists() else None, clock)
         skipped.append({"step": step, "reason": problem})
         if world.is_main:
             _set_aside(path)
@@ -306,7 +329,8 @@ def _set_aside(path: Path) -> None:
 
 def _load_(
     path: Path, training: nn.Module, optimizer: ShardwiseOptimizer, *, identity: str, step: int
-) -> None:
+) -> TrainingClock:
+    """Load a checkpoint; return its clock."""
     index = read_index(path)
     if (index["identity"], index["step"]) != (identity, step):
         raise UserError(
@@ -323,6 +347,7 @@ def _load_(
                 start = f"optimizer/{name}/"
                 named = {n.removeprefix(start): moments[n] for n in moments if n.startswith(start)}
                 optimizer.requantize_(name, named)
+        return TrainingClock(**index["clock"])
     except (OSError, DamagedError) as error:
         raise UserError(
             f"checkpoint {path} does not fit this run ({error}). Delete this folder to continue "

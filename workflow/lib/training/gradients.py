@@ -89,6 +89,13 @@ def clip_gradients(optimizer: torch.optim.Optimizer, *, max_norm: float | None) 
     return norm
 
 
+def is_healthy(loss: torch.Tensor, norm: torch.Tensor, *, may_stand_still: bool) -> torch.Tensor:
+    """Return on the device whether a step may update the weights () bool; may_stand_still: whether
+    a gradient of 0 is healthy (`Objective`)."""
+    finite = loss.isfinite() & norm.isfinite()
+    return finite if may_stand_still else finite & (norm > 0)
+
+
 def _by_mesh(gradients: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Group the gradients that are cut over the same processes."""
     groups: dict[Hashable, list[torch.Tensor]] = {}

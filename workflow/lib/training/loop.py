@@ -8,7 +8,10 @@ processes.
 If micro-batches are CUDA graphs, the next step's first one is launched before the host waits for a
 step's loss and gradient norm. So the device has work while metrics are written and the next update
 is prepared. That micro-batch changes gradients alone: weights, moments and counts are those of the
-step whose metrics are yielded."""
+step whose metrics are yielded.
+
+A step whose gradient is exactly 0, where its objective allows that, is an update like any other, as
+in torch: moments decay, and the weights move by what they hold."""
 
 import logging
 import math
@@ -27,6 +30,7 @@ import torch.distributed as dist
 from torch import nn
 
 from workflow.lib.artifacts.training_record import Step
+from workflow.lib.data.tokens.packing import text_lengths
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.world import World
 from workflow.lib.model.host_embedding import StoredRows
@@ -47,14 +51,20 @@ from workflow.lib.training.batches import (
     micro_batches,
     process_rows,
     shared_lengths,
-    text_lengths,
 )
-from workflow.lib.training.gradients import LossSum, clip_gradients, find_origin, step_estimate
+from workflow.lib.training.gradients import (
+    LossSum,
+    clip_gradients,
+    find_origin,
+    is_healthy,
+    step_estimate,
+)
 from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs, forward_backward
 from workflow.lib.training.optimizers import ShardwiseOptimizer, learning_rate
 
 logger = logging.getLogger("workflow")
 
+STANDSTILL_STEPS = 20
 SHARED_MULTIPLE = 64  # of tokens in rows that share prompts, so that few shapes occur
 
 
@@ -89,8 +99,8 @@ class StepRows:
 
     @property
     def divisor(self) -> float:
-        """Of the summed loss of all processes."""
-        return self.sizes[0]
+        """Of the summed loss of all processes; that of a step without weight is 0."""
+        return self.sizes[0] or 1.0
 
 
 @dataclass(frozen=True)
@@ -145,6 +155,7 @@ class Trainer:
         self._drop_gradients()  # of an unfinished step
         batches = self._batches_ahead(range(first_step, num_steps))
         ahead: StepInProgress | None = None
+        standstill = Standstill()
         for step in range(first_step, num_steps):
             began = time.monotonic()
             current = ahead or self._start(step, batches)
@@ -154,6 +165,7 @@ class Trainer:
             result = self._finish_backward(current)
             ahead = self._prefetch(range(step + 1, num_steps), batches)
             numbers = self._check_and_apply(current.rows, result, ahead)
+            standstill.note(numbers.grad_norm, step=step)
             peak = peak_bytes(self.world.device)
             seconds = time.monotonic() - began
             elapsed_s += seconds
@@ -312,8 +324,8 @@ class Trainer:
         dist.all_reduce(result)  # all processes judge the step by the same numbers
         # The device itself decides whether to update. So the update is queued before the host waits
         # for the step, and the device need not wait for the host.
-        loss = loss_in(result)
-        healthy = loss.isfinite() & norm.isfinite() & (norm > 0)
+        possible = self.training.objective.may_stand_still(current.rows.sizes)
+        healthy = is_healthy(loss_in(result), norm, may_stand_still=possible)
         self.optimizer.begin(unless=~healthy)
         balance = self.training.router_balance
         balances = [] if balance is None else [balance.value()]
@@ -350,7 +362,8 @@ class Trainer:
         loss, norm = numbers.loss, numbers.grad_norm
         finite = math.isfinite(loss) and math.isfinite(norm)
         origin = None if finite else self._origin(rows, gradients_exist=ahead is None)
-        check_step(loss, norm, step=rows.step, origin=origin)
+        possible = self.training.objective.may_stand_still(rows.sizes)
+        check_step(loss, norm, step=rows.step, origin=origin, may_stand_still=possible)
         self.optimizer.step()
         if ahead is None:
             self._drop_gradients()
@@ -381,21 +394,48 @@ class Trainer:
         yield from zip(numbers, batches, strict=True)
 
 
+class Standstill:
+    """Warns once if the gradient has been 0 for `STANDSTILL_STEPS` steps."""
+
+    def __init__(self) -> None:
+        self._steps, self._warned = 0, False
+
+    def note(self, grad_norm: float, *, step: int) -> None:
+        self._steps = self._steps + 1 if grad_norm == 0.0 else 0
+        if self._steps < STANDSTILL_STEPS or self._warned:
+            return
+        self._warned = True
+        logger.warning(
+            "the gradient has been exactly 0 in %d steps, up to step %d: nothing is learned. If "
+            "the loss is as low as wanted, end the run; if not, check the weights of tokens and "
+            "answers, and preferences.loss_type",
+            *(self._steps, step + 1),
+        )
+
+
 def seed_dropout(seed: int, *, step: int, rank: int) -> None:
     """Make a family's own dropout a function of (seed, step, rank), so that resuming needs no
     state. The adapters' dropout has its own random numbers (`adapter_dropout`)."""
     torch.manual_seed(int(short_hash(["dropout", seed, step, rank]), 16))
 
 
-def check_step(loss: float, norm: float, *, step: int, origin: str | None = None) -> None:
-    """Raise `UserError` if a loss or gradient norm is unhealthy; origin: where it arose."""
+def check_step(
+    loss: float,
+    norm: float,
+    *,
+    step: int,
+    origin: str | None = None,
+    may_stand_still: bool = False,
+) -> None:
+    """Raise `UserError` if a loss or gradient norm is not finite, or if the gradient is 0 where the
+    objective has one; origin: where it arose; may_stand_still: as `Objective` says."""
     if not (math.isfinite(loss) and math.isfinite(norm)):
         raise UserError(
             f"step {step + 1}: loss = {loss}, gradient norm = {norm}: training has "
             f"diverged{f' ({origin})' if origin else ''}. Lower train.learning_rate, raise "
             "train.warmup_share, or set train.max_grad_norm; the last checkpoint is kept."
         )
-    if norm == 0.0:
+    if norm == 0.0 and not may_stand_still:
         # Adapters begin with gradients; later ones vanish if an update has saturated the model.
         causes = {
             True: "nothing is being learned. Check that the rows have trained tokens "

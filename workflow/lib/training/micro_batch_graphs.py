@@ -199,6 +199,8 @@ class MicroBatchGraphs:
         """Why graphs are off; None: they are on."""
 
     def __call__(self, batch: MicroBatch, slope: torch.Tensor) -> torch.Tensor:
+        assert batch.firsts is None, "graphs copy no examples of two documents"
+        assert batch.reference is batch.teacher_ids is batch.estimate is None, "nor any scores"
         layout = None if self.off else self._layout(batch)
         if layout is None:
             return forward_backward(self._training, batch.to(self._world.device), slope)

@@ -1,8 +1,8 @@
 """Rated answers, each with a neighbour: the same prompt with the answer of another row.
 
 KTO estimates from the neighbours how far the model is from its reference (Ethayarajh et al., arXiv
-2402.01306, sec. 4.1). The neighbour's answer is that of the split's next row with a different
-answer; the first row follows the last. It depends on the data alone."""
+2402.01306, sec. 4.1). The neighbour's answer is the split's next one of another row and prompt that
+differs; the first row follows the last. It depends on the data alone."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -23,21 +23,22 @@ def with_neighbours(split: Split, *, seq_len: int, work: Path) -> Split:
     """Return the split with a neighbour after each document, both at most `seq_len` tokens. Writes
     shards of the folder `work`. Raises `UserError` if an answer has no neighbour."""
     numbers = split.chosen.astype(np.int64)
-    texts = (split.documents[number] for number in numbers.tolist())
-    answers = [digest(ids[len(prompt_of(ids, mask)) :].tobytes()) for ids, mask in texts]
-    digests = np.array(answers, dtype=np.uint64)
-    found = next_others(split.documents.ordinals[numbers], digests)
-    if (found < 0).any():
-        file, row = split.origin(int(numbers[np.argmin(found)]))
+    digests = np.empty((2, len(numbers)), dtype=np.uint64)
+    for place, (ids, mask) in enumerate(split.documents[number] for number in numbers.tolist()):
+        prompt = prompt_of(ids, mask)
+        digests[:, place] = [digest(x.tobytes()) for x in (prompt, ids[len(prompt) :])]
+    following = next_others(split.documents.ordinals[numbers], *digests)
+    if (following < 0).any():
+        file, row = split.origin(int(numbers[np.argmin(following)]))
         raise UserError(
-            f"data.{split.name}: row {row} of {file} finds no other answer in its split, and KTO "
-            "needs the same prompt with the answer of another row. Give it more rows, or set "
-            "train.objective to sft."
+            f"data.{split.name}: row {row} of {file} finds no other answer to another prompt in "
+            "its split, and KTO needs the same prompt with such an answer. Give it rows of more "
+            "prompts, or set train.objective to sft."
         )
     shards: list[Shard] = []
     first = 0
     for shard, chosen in split.documents.by_shard(split.chosen):
-        others = numbers[found[first : first + len(chosen)]]
+        others = numbers[following[first : first + len(chosen)]]
         stem = work / f"{split.name}-neighbours-{len(shards):05d}"
         shards.append(_write_shard(split.documents, shard, chosen, others, seq_len, stem))
         first += len(chosen)
@@ -46,22 +47,27 @@ def with_neighbours(split: Split, *, seq_len: int, work: Path) -> Split:
     return replace(split, documents=documents, chosen=chosen, examples="rated")
 
 
-def next_others(ordinals: npt.NDArray[np.uint64], digests: npt.NDArray[np.uint64]) -> Integers:
-    """Return for each answer the next one of another row that differs, around the end; -1 without
-    one. ordinals: of their rows, digests: of their tokens, both of shape (answers,)."""
-    found = np.full(len(digests), -1, dtype=np.int64)
-    left = np.arange(len(digests))
-    jump = _ends_of_runs(digests)
-    place = left + 1
-    while len(left):
-        at = place % len(digests)
-        equal = digests[at] == digests[left]
-        good = ~equal & (ordinals[at] != ordinals[left])
-        found[left[good]] = at[good]
-        place = np.where(equal, place + jump[at], place + 1)
-        kept = ~good & (place < left + len(digests))
-        left, place = left[kept], place[kept]
-    return found
+def next_others(
+    ordinals: npt.NDArray[np.uint64],
+    prompts: npt.NDArray[np.uint64],
+    answers: npt.NDArray[np.uint64],
+) -> Integers:
+    """Return for each answer the next one of another row that differs, to another prompt, around
+    the end; -1 without one. All of shape (answers,): ordinals of rows, digests of tokens."""
+    following = np.full(len(answers), -1, dtype=np.int64)
+    pending = np.arange(len(answers))
+    ends = [(digests, _ends_of_runs(digests)) for digests in (prompts, answers)]
+    candidate = pending + 1
+    while len(pending):
+        at = candidate % len(answers)
+        step = (ordinals[at] == ordinals[pending]).astype(np.int64)
+        for digests, distance in ends:
+            step = np.maximum(step, np.where(digests[at] == digests[pending], distance[at], 0))
+        following[pending[step == 0]] = at[step == 0]
+        candidate += step
+        kept = (step > 0) & (candidate < pending + len(answers))
+        pending, candidate = pending[kept], candidate[kept]
+    return following
 
 
 def _ends_of_runs(digests: npt.NDArray[np.uint64]) -> Integers:

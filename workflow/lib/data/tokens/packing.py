@@ -9,6 +9,7 @@ closed one at a time, Gupta and Ho, "A new heuristic algorithm for the one-dimen
 problem" (1999); for training data: Ding et al., arXiv 2404.10830."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +49,17 @@ def one_per_row(lengths: npt.NDArray[np.int64], *, seq_len: int, seed: int) -> P
     """Give each document its own row, in the order of `pack` for as many rows."""
     _check_lengths(lengths, seq_len)
     return _in_order(np.arange(len(lengths)), np.ones(len(lengths), dtype=np.int64), seed)
+
+
+def text_lengths(
+    position_ids: npt.NDArray[Any], loss_mask: npt.NDArray[np.bool_]
+) -> npt.NDArray[np.int64]:
+    """Return the tokens of each row (rows,) before its padding, the last, untrained document."""
+    seq_len = position_ids.shape[1]
+    last = seq_len - 1 - np.argmax(position_ids[:, ::-1] == 0, axis=1)
+    trained = (loss_mask & (np.arange(seq_len) >= last[:, None])).any(axis=1)
+    lengths: npt.NDArray[np.int64] = np.where(trained, seq_len, last)
+    return lengths
 
 
 class _Lengths:

@@ -63,6 +63,8 @@ class RouterBalance:
         self._group: dist.ProcessGroup | None = None
         self._counting = False
         self._made: _Tensors | None = None
+        self.training = True
+        """Whether forward passes add the gradient; the routers may be in evaluation then."""
 
     @property
     def _tensors(self) -> _Tensors:
@@ -179,7 +181,7 @@ class _BalancedLayer:
     def note(self, router: nn.Module, _: Any, output: Any) -> None:
         """Keep a router's logits: its output, or of a tuple the tensor with a column per expert, at
         any position (Granite's in Transformers 5.17 is last)."""
-        if router.training:
+        if self._balance.training:
             outputs = (output,) if isinstance(output, torch.Tensor) else output
             wide = [x for x in outputs if x.is_floating_point() and x.shape[-1] == self._experts]
             assert wide, "a router returns no logits"

@@ -11,7 +11,8 @@ Formats in place of 16-bit weights, decoded to bf16:
   and `X_scales`, a power of two for each, with a bias of 127 (OCP Microscaling, v1.0). They lie as
   (experts, out, in / 32, 16), the model's parameter as (experts, in, out).
 * GPTQ: `qweight` int32 (in * bits / 32, out), `qzeros` (groups, out * bits / 32), `scales` (groups,
-  out), `g_idx` (in,), the group of each input. Zeros are stored minus 1, except in `gptq_v2`.
+  out), `g_idx` (in,), the group of each input. An int32 of `qzeros` is stored minus 1 for each of
+  its codes, except in `gptq_v2`: a code of 0 borrows from the next.
 * AWQ (`gemm`): `qweight` int32 (in, out / 8), `qzeros` (groups, out / 8), `scales` (groups, out);
   the eight codes of an int32 belong to the columns 0, 2, 4, 6, 1, 3, 5, 7.
 * compressed-tensors: as its own package decodes it, by the scheme that config.json has for the
@@ -83,9 +84,10 @@ class _GPTQ:
                 "bf16, fp16 or fp32 checkpoint."
             )
         codes = _unpacked(packed.T, bits)[:, :inputs]
-        zeros = _unpacked(read(f"{linear}.qzeros"), bits)
+        stored_zeros = read(f"{linear}.qzeros")
         if said_value(self._settings, FORMAT_NAMES["gptq"], "gptq") == "gptq":
-            zeros = zeros + 1
+            stored_zeros = stored_zeros + sum(1 << shift for shift in range(0, 32, bits))
+        zeros = _unpacked(stored_zeros, bits)
         if f"{linear}.g_idx" in self._tensors:
             groups = read(f"{linear}.g_idx").long()
         else:
