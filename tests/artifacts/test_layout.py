@@ -230,21 +230,16 @@ def test_setting_without_what_it_needs_affects_nothing():
 # archive.
 RECORDED = {
     "demo demo": "2369bf4c021a 891fa95e9de0 12066417f2c2 177236b8f54c",
-    "llama3-8b-1x24gb llama3-8b": "c65caf22d3a2 712da332629a 1a366a3483c3 8bb8583085e1",
     "mixture-demo mixture-demo": "3a718143cf3f 20cc99e8e7cc 71797cd6770c b12b3509c936",
-    "qwen3-30b-a3b-1x24gb qwen3-30b-a3b": "cd5798bba688 bc08d9ff7e47 584678cd3ea9 d853754b2391",
     "sweep-demo r4-lr1e-3": "2369bf4c021a 891fa95e9de0 65a6bdd5597d 9453ca04664b",
-    "llama2-70b-2x24gb llama2-70b": "1740ffd3d098 4d7535bed75e b0d542c1cd1a 4690149cec3f",
 }
 
 
 @pytest.mark.parametrize("place", RECORDED)
 def test_finished_results_of_earlier_versions_stay_valid(place):
     preset, name = place.split()
-    document = yaml.safe_load((ROOT / "config.yaml").read_text(encoding="utf-8"))
-    if preset != "demo":
-        of_preset = (ROOT / "workflow" / "presets" / f"{preset}.yaml").read_text(encoding="utf-8")
-        document = merge(document, yaml.safe_load(of_preset))
+    file = "config.yaml" if preset == "demo" else f"workflow/presets/{preset}.yaml"
+    document = yaml.safe_load((ROOT / file).read_text(encoding="utf-8"))
     run = load_config(document)[1][name]
     keys = (tokens_key(run), base_key(run), fingerprint(run))
     # run again at once; younger than the results
@@ -342,8 +337,8 @@ def test_run_with_more_steps_has_the_checkpoints_of_a_shorter_one_with_the_same_
 
 def test_hub_sources_get_folders_with_label_and_key():
     run = run_with()
-    assert model_dir(run) == f"results/hub/model/pydocs-base-{model_key(run)}"
-    assert dataset_dir(run) == f"results/hub/dataset/pydocs-{dataset_key(run)}"
+    assert model_dir(run) == f"results/hub/model/{run.model.name}-{model_key(run)}"
+    assert dataset_dir(run) == f"results/hub/dataset/{run.data.name}-{dataset_key(run)}"
     assert data_files(run) == [dataset_dir(run)]
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.settings_examples import only
 from workflow.lib.artifacts.local_inputs import check_local_paths
-from workflow.lib.settings.config import merge
+from workflow.lib.settings.overrides import merge
 from workflow.lib.system.errors import UserError
 
 
@@ -21,7 +21,7 @@ def local_run(folder, **changes):
     document = {
         "model": {"source": f"{folder}/base"},
         "data": {"train": f"{folder}/train.jsonl", "heldout": f"{folder}/heldout.jsonl"},
-        "evaluate": {"tasks_dir": f"{folder}/tasks"},
+        "evaluate": {"tasks": ["own"], "tasks_dir": f"{folder}/tasks"},
     }
     return only(merge(document, changes))
 

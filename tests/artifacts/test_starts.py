@@ -42,7 +42,7 @@ def test_runs_follow_the_first_of_their_line_whatever_their_order():
     assert found["c"].start == found["b"]
     assert layout.start_adapter(found["c"]) == "results/runs/b/consolidate/adapter"
     assert layout.lineage(found["c"]) == [
-        {"run": name, "data": "pydocs", "objective": "sft"} for name in "ab"
+        {"run": name, "data": "data", "objective": "sft"} for name in "ab"
     ]
 
 

@@ -21,7 +21,8 @@ import yaml
 
 from tests.support.preloaded_python import preloaded_python
 from tests.support.workflow_project import FORKING
-from workflow.lib.settings.config import load_config, merge
+from workflow.lib.settings.config import load_config
+from workflow.lib.settings.overrides import merge
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -32,6 +33,7 @@ REASONS = (
     "needs a cluster",
     "installs packages, and `make test` would run itself",
     "downloads a gated model and needs a GPU",
+    "its files are yours",
     "these run this test too",
 )
 
@@ -56,9 +58,7 @@ SWEEP_RUNS = 2
 TOLD = ("README.md", "workflow/*.md", "workflow/*.py", "workflow/*.smk", "workflow/report")
 # From this command on stages are forked from a process that has imported their packages. By then
 # every stage has started as a user starts it.
-FORKED_FROM = (
-    "snakemake --cores all --replace-workflow-config --configfile workflow/presets/sweep-demo.yaml"
-)
+FORKED_FROM = "snakemake --cores all --configfile workflow/presets/sweep-demo.yaml"
 
 
 class Block(NamedTuple):

@@ -107,7 +107,7 @@ def test_every_reference_inside_the_page_has_its_target(two_runs):
 
 
 def test_command_that_makes_the_page_again_is_shown_with_its_settings(two_runs):
-    assert "--replace-workflow-config --configfile settings.json</code>" in two_runs
+    assert "--configfile settings.json</code>" in two_runs
     text = "".join(Page(two_runs).text)
     document = json.loads(text[text.index('{\n  "report"') : text.index("}\n}\n") + 3])
     assert document["runs"] == {name: {"lora": {"r": 16}} for name in ("demo", "hostile")}

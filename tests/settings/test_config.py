@@ -3,8 +3,9 @@
 import pytest
 
 from tests.support.settings_examples import only
-from workflow.lib.settings.config import Config, RunConfig, is_hub_id, load_config, merge
+from workflow.lib.settings.config import Config, RunConfig, is_hub_id, load_config
 from workflow.lib.settings.errors_in_words import is_section
+from workflow.lib.settings.overrides import merge
 from workflow.lib.system.errors import UserError
 
 
@@ -16,10 +17,10 @@ def fields(model, path=""):
             yield from fields(field.annotation, f"{path}{name}.")
 
 
-def test_empty_document_gives_the_demo_run_with_all_defaults():
+def test_empty_document_gives_one_run_with_all_defaults():
     report, runs = load_config({})
     assert report == Config().report
-    assert runs == {"demo": RunConfig()}
+    assert runs == {"first": RunConfig()}
 
 
 def test_written_out_defaults_load_to_the_defaults():
@@ -107,9 +108,9 @@ def test_keys_of_the_users_own_are_ignored_at_the_top_level_alone():
 
 def test_base_in_a_folder_has_the_id_that_it_is_given():
     document = {"model": {"source": "workflow/resources/base"}, "export": {"base_id": "acme/tiny"}}
-    assert load_config(document)[1]["demo"].base_id == "acme/tiny"
-    assert load_config({"model": {"source": "acme/tiny"}})[1]["demo"].base_id == "acme/tiny"
-    assert load_config({"model": {"source": "./tiny"}})[1]["demo"].base_id is None
+    assert load_config(document)[1]["first"].base_id == "acme/tiny"
+    assert load_config({"model": {"source": "acme/tiny"}})[1]["first"].base_id == "acme/tiny"
+    assert load_config({"model": {"source": "./tiny"}})[1]["first"].base_id is None
 
 
 def test_base_of_the_hub_has_no_second_id():
@@ -125,8 +126,11 @@ def test_base_of_the_hub_has_no_second_id():
         ({"evaluate": {"require": {"t/bleu,strict": 200.0}}}, "more than 100 by bleu"),
         ({"evaluate": {"require": {"heldout_loss": 500.0}}}, "more than 20 by heldout_loss"),
         (
-            {"evaluate": {"require": {"heldout_loss/general": -0.1}}},
-            "heldout_loss/general: no such source is held out. Name one of heldout_loss/workflow",
+            {
+                "data": {"train": "chats.jsonl"},
+                "evaluate": {"require": {"heldout_loss/general": -0.1}},
+            },
+            "heldout_loss/general: no such source is held out. Name one of heldout_loss/chats",
         ),
         ({"evaluate": {"require": {"reward_accuracy": 60.0}}}, "a share is at most 1"),
         (

@@ -67,7 +67,6 @@ def test_unknown_key_is_answered_with_the_nearest_one_or_all(document, key, answ
         ("hardware", "gpus", "two", "must be a whole number or 'auto'"),
         ("hardware", "host_memory_gib", [], "must be a number or 'auto'"),
         ("hardware", "offload_embedding", "yes", "must be true, false or auto"),
-        ("model", "source", "", "must not be empty"),
         ("model", "source", "a" * 1025, "must have at most 1024 characters"),
         ("quantize", "block_size", 65, "must be 64, 128, 256 or 512"),
         ("data", "columns", 7, "must be a section (keys below it)"),
@@ -207,7 +206,7 @@ def test_key_that_yaml_reads_as_a_number_is_refused():
             "runs.a.report: it holds for all runs. Write it above `runs:`.",
         ),
         (
-            {"a": {"train": {"max_steps": 5}}},
+            {"a": {"train": {"max_steps": 5, "epochs": 3}}},
             "runs.a.train: epochs = 3.0 and max_steps = 5: exactly one sets the length. "
             "Set the other to null.",
         ),

@@ -9,8 +9,9 @@ from tests.support.models import random_llama
 from tests.support.served_export import try_server
 from tests.support.workflow_project import make_project
 from workflow.lib.artifacts import layout
-from workflow.lib.settings.config import load_config, merge
+from workflow.lib.settings.config import load_config
 from workflow.lib.settings.evaluate import CONVERTER
+from workflow.lib.settings.overrides import merge
 from workflow.lib.system.errors import UserError
 
 SERVED = {"serve": "llama_cpp", "gguf": ["bf16"], "gguf_of": ["adapter"], "llama_cpp": "llama.cpp"}

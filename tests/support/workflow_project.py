@@ -23,7 +23,7 @@ import psutil
 import yaml
 
 from tests.support.preloaded_python import SETTLED, preloaded_python
-from workflow.lib.settings.config import merge
+from workflow.lib.settings.overrides import merge
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TARGETS = ("all", "tokenize", "preflight", "train", "evaluate", "report", "certify")

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from tests.support.workflow_project import TIMEOUT_S, executed, make_project
-from workflow.lib.settings.config import merge
+from workflow.lib.settings.overrides import merge
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.hardware import check_writable
 

@@ -15,7 +15,7 @@ from tests.support.workflow_project import (
     copy_of_repository,
     make_project,
 )
-from workflow.lib.settings.config import merge
+from workflow.lib.settings.overrides import merge
 
 OUTER = """
 configfile: "config.yaml"

@@ -17,7 +17,8 @@ from workflow.benchmark.random_pairs import packed, random_pairs
 from workflow.lib.data.reading.sources import unexpanded
 from workflow.lib.model.architecture.config_file import read_bounded, text_part
 from workflow.lib.model.architecture.shipped_shapes import known_config, nearest_models
-from workflow.lib.settings.config import NOT_VALID, RunConfig, load_config, merge, validated
+from workflow.lib.settings.config import NOT_VALID, RunConfig, load_config, validated
+from workflow.lib.settings.overrides import merge
 from workflow.lib.settings.section_base import Name, Section
 from workflow.lib.step_plan.memory_options import unsearched_settings
 from workflow.lib.system.errors import UserError, setting_error

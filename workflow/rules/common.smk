@@ -34,7 +34,12 @@ from workflow.lib.planning.preflight import cluster_request
 from workflow.lib.planning.preflight.checks import check_model
 from workflow.lib.recording.recording_process import plan_recorder
 from workflow.lib.settings.command_line import as_in_yaml, check_options
-from workflow.lib.settings.config import load_config
+from workflow.lib.settings.config import (
+    check_sources,
+    ineffective_settings,
+    load_config,
+)
+from workflow.lib.settings.overrides import overridden
 from workflow.lib.settings.yaml_files import check_yaml
 from workflow.lib.system import interrupts
 from workflow.lib.system.environment import use_this_interpreter
@@ -61,14 +66,17 @@ try:
     if workflow.is_main_process:
         check_options(sys.argv)
     given = as_in_yaml(workflow.config_settings.config)
-    for file in [Path("config.yaml"), *workflow.overwrite_configfiles]:
+    for file in workflow.overwrite_configfiles or [Path("config.yaml")]:
         if file.exists():
             check_yaml(file)
 except UserError as error:
     raise WorkflowError(str(error)) from None
 
 
-configfile: "config.yaml"
+# Another file named by --configfile takes its place.
+if not workflow.overwrite_configfiles:
+
+    configfile: "config.yaml"
 
 
 def shipped(settings):
@@ -84,7 +92,7 @@ def shipped(settings):
 if workflow.modifier.namespace:
     config |= shipped(config)
 
-update_config(config, given)
+config = overridden(config, given)
 
 # Options that are no settings of runs: `snakemake --cores 1 verify --config certificate=FILE signed_by=PUBLIC_KEY`, and
 # `snakemake --cores 1 rewind --config rewind=RUN@STEP`.
@@ -116,6 +124,12 @@ try:
     if workflow.is_main_process:
         check_writable([Path(".snakemake"), Path(placed("logs")), Path(placed("results"))])
     REPORT, RUNS = load_config(config)
+    check_sources(RUNS)
+    if workflow.is_main_process and (ineffective := ineffective_settings(config)):
+        print(
+            f"Without effect above runs:, since every run sets its own: {', '.join(ineffective)}.",
+            file=sys.stderr,
+        )
     for name, settings in RUNS.items():
         check_local_paths(name, settings)
     RUNS = with_starts(RUNS, placed)

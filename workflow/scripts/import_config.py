@@ -43,7 +43,7 @@ def main(args: argparse.Namespace) -> None:
     logger.info("%s", text)
     comment = "".join(f"# {line}".rstrip() + "\n" for line in redacted(text).splitlines())
     write_text(output, comment + yaml.safe_dump(document, sort_keys=False, allow_unicode=True))
-    use = f"--replace-workflow-config --configfile {output}"
+    use = f"--configfile {output}"
     logger.info("%s is written: snakemake --cores all train %s", output, use)
     words = preflight_words(document, gpus=args.gpus or "")
     if args.gpus is None:

@@ -25,7 +25,8 @@ H100 = {"gpus": 2, "gpu_model": "H100", "nodes": 4}
 
 
 def run_config(**sections):
-    return load_config(sections | {"runs": {"demo": {}}})[1]["demo"]
+    document = {"data": {"seq_len": 256}, "runs": {"demo": {}}}
+    return load_config(document | sections)[1]["demo"]
 
 
 @pytest.fixture(scope="module")

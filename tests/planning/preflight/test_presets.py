@@ -14,7 +14,8 @@ from tests.support.preset_texts import CARDS, PRESETS, decided, only_run, preset
 from tests.support.recordings import forked_recordings
 from workflow.lib.artifacts.local_inputs import check_local_paths
 from workflow.lib.model.architecture.shipped_shapes import known_shape
-from workflow.lib.settings.config import Config, is_hub_id, load_config, merge
+from workflow.lib.settings.config import Config, is_hub_id, load_config
+from workflow.lib.settings.overrides import merge
 
 # Recordings of these take as long as those of all others: `python -m tests.support.preset_texts`
 # writes the lines of all.

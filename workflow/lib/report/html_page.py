@@ -39,7 +39,7 @@ from workflow.lib.step_plan.memory_options import in_words
 from workflow.lib.system import number_formats
 from workflow.lib.system.files import provenance
 
-COMMAND = "snakemake --cores all --replace-workflow-config --configfile settings.json"
+COMMAND = "snakemake --cores all --configfile settings.json"
 
 
 @dataclass(frozen=True)

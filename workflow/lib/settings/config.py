@@ -29,6 +29,7 @@ from workflow.lib.settings.evaluate import (
     ReportConfig,
 )
 from workflow.lib.settings.objectives import DistillConfig, PreferencesConfig, needs_of, readers_of
+from workflow.lib.settings.overrides import overridden, without_effect
 from workflow.lib.settings.section_base import Name, Section
 from workflow.lib.settings.subjects import SUBJECTS, Served, SubjectName
 from workflow.lib.settings.tracking import TrackingConfig
@@ -59,9 +60,10 @@ __all__ = [
     "Section",
     "TrackingConfig",
     "TrainConfig",
+    "check_sources",
+    "ineffective_settings",
     "is_hub_id",
     "load_config",
-    "merge",
     "validated",
 ]
 
@@ -71,6 +73,12 @@ SectionT = TypeVar("SectionT", bound=Section)
 OWN_KEYS = "x-"  # prefix of the user's own top-level keys
 # Of all files and options together: only Snakemake knows which one has a setting.
 NOT_VALID = "the settings are not valid:"
+DEFAULT_RUN = "first"
+LEAST_CONFIG = """\
+model:
+  source: models/my-model   # a folder, or a hub id: owner/name
+data:
+  train: data/chats.jsonl   # a file, folder or glob"""
 
 
 class Sections(Section):
@@ -250,7 +258,7 @@ class Config(Sections):
 
     report: ReportConfig = ReportConfig()
     """The report over all runs."""
-    runs: dict[Name, dict[str, Any] | None] = Field({"demo": {}}, min_length=1)
+    runs: dict[Name, dict[str, Any] | None] = Field({DEFAULT_RUN: {}}, min_length=1)
     """One entry per run: settings that differ from the shared ones (same keys); {} = none."""
 
     @model_validator(mode="before")
@@ -275,19 +283,6 @@ class Config(Sections):
         return runs
 
 
-def merge(base: Mapping[str, object], override: Mapping[str, object]) -> dict[str, object]:
-    """Return `base` overridden by `override`, section by section; lists are replaced.
-
-    An empty section (null) overrides nothing."""
-    merged = dict(base)
-    for key, value in override.items():
-        old = merged.get(key)
-        if isinstance(old, Mapping) and isinstance(value, Mapping | None):
-            value = merge(old, value or {})
-        merged[key] = value
-    return merged
-
-
 def load_config(document: Mapping[str, object]) -> tuple[ReportConfig, dict[str, RunConfig]]:
     """Validate a parsed `config.yaml`; return the report's settings and every run's, by name.
 
@@ -296,11 +291,30 @@ def load_config(document: Mapping[str, object]) -> tuple[ReportConfig, dict[str,
     config = validated(Config, document)
     shared = {key: document[key] for key in RunConfig.model_fields if key in document}
     runs = {
-        name: validated(RunConfig, merge(shared, override or {}), prefix=f"runs.{name}.")
+        name: validated(RunConfig, overridden(shared, override or {}), prefix=f"runs.{name}.")
         for name, override in config.runs.items()
     }
     _check_objectives(document, config, runs)
     return config.report, {name: _of_objective(run) for name, run in runs.items()}
+
+
+def check_sources(runs: Mapping[str, RunConfig]) -> None:
+    """Raise `UserError` for a run without a model or training data: they have no default."""
+    for name, run in runs.items():
+        sources = {"model.source": run.model.source, "data.train": run.data.train}
+        if missing := [setting for setting, source in sources.items() if not source]:
+            raise UserError(
+                f"{' and '.join(missing)} must be set (run {name}). The least config file is\n\n"
+                f"{LEAST_CONFIG}\n\nWrite yours as config.yaml, or name it: snakemake --cores all "
+                "--configfile FILE. With --configfile, config.yaml is not read."
+            )
+
+
+def ineffective_settings(document: Mapping[str, object]) -> list[str]:
+    """Return the settings above `runs:` that every run overrides, as `section.key`."""
+    runs = document.get("runs")
+    shared = {key: document[key] for key in RunConfig.model_fields if key in document}
+    return without_effect(shared, runs) if isinstance(runs, Mapping) else []
 
 
 def _objective_settings(run: Sections) -> dict[str, tuple[Section, str]]:

@@ -8,7 +8,7 @@ from pydantic_core import PydanticCustomError
 
 from workflow.lib.settings.effects import Affects
 from workflow.lib.settings.errors_in_words import ARGUMENT
-from workflow.lib.settings.section_base import Name, Section, Share
+from workflow.lib.settings.section_base import Name, Section, Share, label
 
 Format = Literal["messages", "prompt_completion", "alpaca", "tokens", "text", "pairs", "ranked"]
 FileType = Literal[
@@ -21,7 +21,7 @@ TextKind = Literal[
     "system", "user", "assistant", "reasoning", "calls", "results", "tools", "template_kwargs"
 ]
 SpecialTokens = Literal["text", "tokens"]
-DataPath = Annotated[str, Field(min_length=1, max_length=1024)]
+DataPath = Annotated[str, Field(max_length=1024)]
 
 
 class DataColumns(Section):
@@ -158,18 +158,19 @@ class DataConfig(Section):
         "result", read_by=("tokenize_dataset", "preflight_run", "write_card")
     )
 
-    name: Name = "pydocs"
-    """Label of the dataset; part of its artifacts' folder names."""
+    name: Name = "data"
+    """Label of the dataset, part of its artifacts' folder names; by default the last part of
+    `source`, or of the first path of `train`."""
     source: str | None = Field(None, min_length=1, max_length=1024)
     """Hugging Face hub dataset id `owner/name`; `train` and `heldout` name its files. null = local
     files."""
     revision: str | None = Field(None, min_length=1, max_length=256)
     """Hub branch, tag or commit of `source` (null = `main`); resolved to a commit once and
     recorded."""
-    train: DataSources = "workflow/resources/pydocs/train.jsonl.gz"
-    """Training data: a file, folder, glob or source (`path`, `name`, `weight`, `file_type`,
-    `format`, `columns`), or a list of these."""
-    heldout: DataSources | None = "workflow/resources/pydocs/heldout.jsonl.gz"
+    train: DataSources = ""
+    """Required: a file, folder, glob or source (`path`, `name`, `weight`, `file_type`, `format`,
+    `columns`), or a list of these."""
+    heldout: DataSources | None = None
     """Held-out data, named like the training data; null = `heldout_share` of the training data."""
     heldout_share: float = Field(0.05, ge=1e-6, lt=1.0)
     """Share of rows held out if `heldout` is null. `seed` decides which rows."""
@@ -201,7 +202,7 @@ class DataConfig(Section):
     loss_on: Literal["completions", "last_turn", "all"] = "completions"
     """Trained tokens: all assistant turns (except those of weight 0), only the last one, or every
     token."""
-    seq_len: int = Field(256, ge=8, le=1_048_576)
+    seq_len: int = Field(1024, ge=8, le=1_048_576)
     """Length of a training row, tokens."""
     packing: bool = True
     """Pack several documents into a row; attention never crosses documents."""
@@ -219,9 +220,19 @@ class DataConfig(Section):
     seed: int = Field(0, ge=0, lt=2**31)
     """Seed of the held-out split and of the packing order."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _named_after_its_files(cls, document: Any) -> Any:
+        if not isinstance(document, Mapping):
+            return document
+        first = document.get("source") or document.get("train") or ""
+        first = first[0] if isinstance(first, list | tuple) else first
+        path = first.get("path") if isinstance(first, Mapping) else first
+        return {"name": label(str(path or ""), default="data"), **document}
+
     @property
     def train_sources(self) -> tuple[DataSource, ...]:
-        return self._filled(self.train)
+        return self._filled(self.train) if self.train else ()
 
     @property
     def heldout_sources(self) -> tuple[DataSource, ...]:

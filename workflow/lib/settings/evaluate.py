@@ -135,9 +135,9 @@ class EvaluateConfig(Section):
     """Most held-out documents to use; null = all."""
     bootstrap_resamples: int = Field(1000, ge=100, le=100_000)
     """Bootstrap resamples over documents for 95% intervals."""
-    tasks: Annotated[tuple[str, ...], CHECKED_BEFORE] = ("pydocs_mc",)
+    tasks: Annotated[tuple[str, ...], CHECKED_BEFORE] = ()
     """lm-evaluation-harness tasks, by name; local ones are looked up in `tasks_dir` first."""
-    tasks_dir: Annotated[str | None, CHECKED_BEFORE] = "workflow/resources/tasks"
+    tasks_dir: Annotated[str | None, CHECKED_BEFORE] = None
     """Folder with task YAML files; null = only the tasks shipped with the harness."""
     task_code: Annotated[bool, CHECKED_BEFORE] = False
     """Allow task files of `tasks_dir` to run Python code (`!function`, `class`). It runs with your
@@ -203,7 +203,7 @@ class EvaluateConfig(Section):
             if name not in own and not of_source and not all(name.partition("/")):
                 raise ValueError(
                     f"require = {name}: must be {', '.join(own)} or task/metric, as "
-                    "pydocs_mc/acc. Correct the name"
+                    "arc_easy/acc. Correct the name"
                 )
             metric = HELDOUT_LOSS if of_source else name.rpartition("/")[2].partition(",")[0]
             most = MOST_GAIN.get(metric)

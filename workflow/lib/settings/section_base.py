@@ -1,5 +1,6 @@
 """Shared code of all sections of the settings: their model, and types of several sections."""
 
+import re
 from collections.abc import Mapping
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
@@ -14,6 +15,17 @@ from workflow.lib.system.redaction import holds_secret
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 UNIONS = (Union, UnionType)
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+def label(path: str, *, default: str) -> str:
+    """Return a `Name` made of the last part of a path that has a letter or digit and no wildcard,
+    without extensions of files; `default` if no part has."""
+    for part in reversed(path.split("/")):
+        stem = re.sub(r"(\.(jsonl?|csv|tsv|parquet|arrow|txt|md|gz|zst|bz2|xz))+$", "", part)
+        plain = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).lstrip("._-")[:64]
+        if plain and not re.search(r"[*?\[]", part):
+            return plain
+    return default
 
 
 class Section(BaseModel):
@@ -39,9 +51,11 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _text_that_files_can_hold(cls, value: Any) -> Any:
+    def _text_that_files_can_hold(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuse empty text, an entry of a list that stands there twice, and text that no file can
         hold (half a character, as `"\\ud800"` in YAML gives) or should (a password)."""
+        if value == "" and cls.model_fields[str(info.field_name)].default == "":
+            return value  # required settings, which `check_sources` asks for
         texts = value if isinstance(value, list | tuple) else [value]
         for number, text in enumerate(texts, 1):
             entry = f"entry {number} " if texts is value else ""

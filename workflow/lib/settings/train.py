@@ -1,14 +1,15 @@
 """Settings of the base model, its quantization, the adapter, the optimization and the hardware."""
 
 import re
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from workflow.lib.settings.effects import Affects
 from workflow.lib.settings.objectives import ObjectiveName
 from workflow.lib.settings.optimizers import OptimizerName
-from workflow.lib.settings.section_base import Name, Section, Share
+from workflow.lib.settings.section_base import Name, Section, Share, label
 
 Rank = Annotated[int, Field(ge=1, le=1024)]
 OF_CALIBRATION = Affects(needs=("method", "calibrated", "auto"))
@@ -38,10 +39,11 @@ class ModelConfig(Section):
         ),
     )
 
-    name: Name = "pydocs-base"
-    """Label of the base model; part of its artifacts' folder names."""
-    source: str = Field("workflow/resources/base", min_length=1, max_length=1024)
-    """Local directory (config.json, tokenizer, *.safetensors), or a Hugging Face hub id
+    name: Name = "model"
+    """Label of the base model, part of its artifacts' folder names; by default the last part of
+    `source`."""
+    source: str = Field("", max_length=1024)
+    """Required: local directory (config.json, tokenizer, *.safetensors), or a Hugging Face hub id
     `owner/name`."""
     revision: str | None = Field(None, min_length=1, max_length=256)
     """Hub branch, tag or commit; null = `main`. It is resolved to a commit once and recorded."""
@@ -63,6 +65,13 @@ class ModelConfig(Section):
     compute_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Dtype of activations and matmuls. `auto`: bfloat16 on GPUs that have it, float16 on older
     ones (not yet measured), float32 on CPUs."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named_after_its_source(cls, document: Any) -> Any:
+        if not isinstance(document, Mapping):
+            return document
+        return {"name": label(str(document.get("source") or ""), default="model"), **document}
 
     @field_validator("add_tokens")
     @classmethod
@@ -172,9 +181,9 @@ class TrainConfig(Section):
     seed: int = Field(0, ge=0, lt=2**31)
     """Seed of adapter initialization, data order and dropout."""
     epochs: float | None = Field(3.0, gt=0.0, le=1000.0)
-    """Passes over the training rows; null if `max_steps` is set."""
+    """Passes over the training rows; null if `max_steps` is set, which alone sets the length."""
     max_steps: int | None = Field(None, ge=1, le=10**9)
-    """Optimizer steps; set exactly one of `epochs` and `max_steps`, the other to null."""
+    """Optimizer steps, in place of `epochs`."""
     global_batch_size: int = Field(16, ge=1, le=2**20)
     """Rows per optimizer step over all processes; the number of GPUs does not change it."""
     micro_batch_size: Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], Affects("plan")] = (
@@ -277,6 +286,13 @@ class TrainConfig(Section):
         """Whether no step depends on how many follow, so that more of them continue the run."""
         steady = self.lr_schedule == "constant" and self.warmup_share == 0
         return steady and self.select == "last" and self.early_stopping_patience is None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _steps_in_place_of_epochs(cls, document: Any) -> Any:
+        if not isinstance(document, Mapping) or document.get("max_steps") is None:
+            return document
+        return {"epochs": None, **document}
 
     @model_validator(mode="after")
     def _one_length(self) -> "TrainConfig":
