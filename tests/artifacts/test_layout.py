@@ -33,9 +33,9 @@ from workflow.lib.settings.config import (
     RunConfig,
     Section,
     load_config,
-    merge,
 )
 from workflow.lib.settings.effects import Stage
+from workflow.lib.settings.overrides import merge
 from workflow.lib.system.files import short_hash
 
 ROOT = Path(__file__).resolve().parents[2]
