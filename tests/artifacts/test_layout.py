@@ -68,7 +68,7 @@ def run_with(section=None, **changes):
         ("model", {"source": "owner/other"}, {"model", "tokens", "base", "fingerprint"}),
         ("model", {"revision": "v2"}, {"model", "tokens", "base", "fingerprint"}),
         ("model", {"compute_dtype": "float32"}, {"fingerprint"}),
-        ("model", {"attention": "eager"}, set()),
+        ("model", {"attention": "eager"}, {"fingerprint"}),
         ("model", {"name": "label"}, set()),
         ("data", {"source": "owner/other"}, {"dataset", "tokens", "fingerprint"}),
         ("data", {"revision": "v2"}, {"dataset", "tokens", "fingerprint"}),
@@ -204,19 +204,19 @@ def test_editing_a_setting_reruns_exactly_the_stages_that_it_names():
 
 
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
-def test_checkpoints_continue_unless_a_setting_that_they_depend_on_is_edited():
-    changed = set()
+def test_checkpoints_continue_unless_an_edit_trains_again():
+    """A setting that reruns the training, or makes its tokens or base anew, begins a trajectory."""
+    changed, trains = set(), set()
     for name, key in SETTINGS:
         before, after = edited(name, key)
         if fingerprint(before) != fingerprint(after):
             changed.add((name, key))
-    sections = ("data", "quantize", "lora", "train", "preferences", "distill")
-    trained = {place for place in SETTINGS if place[0] in sections}
-    model = {
-        ("model", k)
-        for k in ("source", "revision", "add_tokens", "compute_dtype", "attention_dropout")
-    }
-    assert changed == model | trained - WITHOUT_EFFECT - OF_THE_PLAN
+        affects = SECTIONS[name].affected_by(key)
+        if any(map(affects.reruns, ("tokenize_dataset", "quantize_base", "finetune"))):
+            trains.add((name, key))
+    label = {("model", "name")}
+    of_identity = {("model", "source"), ("model", "revision")}
+    assert changed == trains - label | of_identity
 
 
 def test_setting_without_what_it_needs_affects_nothing():

@@ -17,9 +17,9 @@ import torch
 from tests.gpu import test_stages
 from tests.support.forked_stage import command_line
 from workflow.lib.artifacts import layout
+from workflow.lib.artifacts.checkpoint_folder import saved_steps
 from workflow.lib.settings.config import load_config
 from workflow.lib.system.files import read_checked_json
-from workflow.lib.training.checkpoint import saved_steps
 
 pytestmark = pytest.mark.gpu
 

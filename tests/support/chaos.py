@@ -17,8 +17,8 @@ from typing import Any
 import psutil
 
 from tests.support.workflow_project import STEPS, TIMEOUT_S, Project
+from workflow.lib.artifacts.checkpoint_folder import saved_steps
 from workflow.lib.system.files import read_checked_json
-from workflow.lib.training.checkpoint import saved_steps
 
 MOST_REPEATS = 5
 TIMES = {"tokens_per_s", "elapsed_s", "peak_bytes", "sha256"}

@@ -22,7 +22,7 @@ from workflow.lib.export.stock_models import load_base
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
 from workflow.lib.system.artifact_files import read_lines
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.files import read_checked_json
+from workflow.lib.system.files import file_sha256, read_checked_json, write_checked_json
 from workflow.lib.training.best_adapter import BestAdapter, HeldOut, heldout_rows, patience_is_over
 
 STEPS = 5
@@ -85,6 +85,32 @@ def test_run_that_keeps_gathered_weights_after_forward_is_the_same(run, tmp_path
     assert heldout_by_step(tmp_path) == heldout_by_step(run)
     found, expected = (read_sharded_adapter(f / "finetune" / "adapter") for f in (tmp_path, run))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def edit_heldout(tokens):
+    """Turn the trained held-out tokens round, in place; the training tokens stay."""
+    path = tokens / "heldout.input_ids.npy"
+    np.save(path, np.load(path)[::-1])
+    facts = read_checked_json(tokens / "manifest.json")
+    facts["files"][path.name] = file_sha256(path)
+    write_checked_json(tokens / "manifest.json", facts)
+
+
+@pytest.mark.parametrize("select", ["best", "last"])
+def test_heldout_losses_of_other_data_neither_choose_nor_stay_in_the_metrics(run, tmp_path, select):
+    """A run that chooses by them begins anew; any other goes on from its checkpoint."""
+    folder = tmp_path / "run"
+    shutil.copytree(run, folder)
+    shutil.rmtree(checkpoints(folder) / f"step-{STEPS:08d}")
+    shutil.rmtree(folder / "finetune")
+    edit_heldout(folder / "tokens")
+    train = SELECTING.train.model_copy(update={"select": select})
+    config = SELECTING.model_copy(update={"train": train})
+    run_distributed(finetune, arguments(folder), config, SHORT, world_size=2)
+    measured = heldout_by_step(folder)
+    assert list(measured) == (MEASURED if select == "best" else MEASURED[-1:])
+    assert not {*measured.items()} & {*heldout_by_step(run).items()}
+    assert checkpoints(folder).joinpath("set-aside-1").is_dir() == (select == "best")
 
 
 def test_run_that_was_killed_selects_the_same_adapter(run, tmp_path):

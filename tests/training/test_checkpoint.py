@@ -13,20 +13,14 @@ import torch
 from tests.support.checkpointing import IDENTITY, SAVED, Run
 from tests.support.distributed import run_in_group
 from tests.support.models import adapted, write_shards
+from workflow.lib.artifacts.checkpoint_folder import saved_steps, step_dir, trained_otherwise
 from workflow.lib.distributed.sharded_files import INDEX, read_index, read_whole
 from workflow.lib.export.adapter_files import read_sharded_adapter
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import read_json
-from workflow.lib.training.checkpoint import (
-    CheckpointWriter,
-    TrainingClock,
-    save_adapter,
-    saved_steps,
-    step_dir,
-    trained_otherwise,
-)
+from workflow.lib.training.checkpoint import CheckpointWriter, TrainingClock, save_adapter
 
 CLOCK = TrainingClock(3.5, 7.0)
 

@@ -11,12 +11,13 @@ import torch
 from tests.support.checkpointing import IDENTITY, Run
 from tests.support.distributed import run_in_group
 from tests.support.refusals import refusal
+from workflow.lib.artifacts.checkpoint_folder import saved_steps, step_dir
 from workflow.lib.distributed import sharded_files
 from workflow.lib.distributed.sharded_files import INDEX, check_files, read_index
 from workflow.lib.distributed.world import largest_of_all
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import read_json, write_checked_json
-from workflow.lib.training.checkpoint import CheckpointWriter, saved_steps, step_dir
+from workflow.lib.training.checkpoint import CheckpointWriter
 
 
 def writer_life(world, base, folder):

@@ -11,7 +11,8 @@ import pytest
 
 from tests.support.checkpointing import IDENTITY, Run
 from tests.support.distributed import run_in_group
-from workflow.lib.training.checkpoint import Cadence, CheckpointWriter, saved_steps, step_dir
+from workflow.lib.artifacts.checkpoint_folder import saved_steps, step_dir
+from workflow.lib.training.checkpoint import Cadence, CheckpointWriter
 
 
 def save_when_no_thread_can_be_started(world, base, folder):

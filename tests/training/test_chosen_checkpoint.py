@@ -8,10 +8,10 @@ from tests.support.distributed import run_distributed
 from tests.support.finished import STEPS, arguments, finetune, finished
 from tests.support.refusals import refusal
 from tests.system.test_checksums import flip
+from workflow.lib.artifacts.checkpoint_folder import saved_steps
 from workflow.lib.export.adapter_files import read_sharded_adapter
 from workflow.lib.system.artifact_files import read_lines
 from workflow.lib.system.files import file_sha256, read_checked_json
-from workflow.lib.training.checkpoint import saved_steps
 from workflow.lib.training.chosen_checkpoint import go_back
 
 SAVED = 4  # the checkpoint before the last

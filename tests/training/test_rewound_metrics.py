@@ -2,8 +2,8 @@
 
 import pytest
 
+from workflow.lib.artifacts.checkpoint_folder import rewind_metrics
 from workflow.lib.system.artifact_files import checked_line, read_lines
-from workflow.lib.training.checkpoint import rewind_metrics
 
 
 def test_metrics_are_restored_from_the_checkpoints_own_copy(tmp_path):

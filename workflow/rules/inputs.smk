@@ -6,10 +6,7 @@ def checkpoint_folder(wildcards, input):
 
 
 def checkpoints_of(name, input):
-    """Return the folder of a run's checkpoints, named by its settings and the content of its data and weights.
-
-    After an edit in place, training must not resume from a checkpoint of the old content.
-    """
+    """Return the folder of a run's checkpoints, named by its settings and the content of the inputs that decide its adapter."""
     # The error of a missing input makes Snakemake ask again later.
     scores = [placed(folder) for folder in scores_folder(name)]
     for path in (input.tokens, input.base, *input.start, *scores):
@@ -21,6 +18,7 @@ def checkpoints_of(name, input):
         Path(input.base),
         start=start and Path(located(start)),
         scores=Path(*scores) if scores else None,
+        chooses_by_heldout=RUNS[name].train.chooses_by_heldout,
     )
     return f"{folder}-{content}"
 

@@ -18,10 +18,12 @@ from typing import NoReturn
 import torch
 from tqdm import tqdm
 
+from workflow.lib.artifacts.checkpoint_folder import left_by, trained_otherwise
 from workflow.lib.artifacts.preflight_record import Preflight
 from workflow.lib.artifacts.read_records import read_record
+from workflow.lib.artifacts.trained_content import input_digests
 from workflow.lib.artifacts.training_record import Check, Step
-from workflow.lib.data.tokens.token_store import TokenStore, recorded_arrays
+from workflow.lib.data.tokens.token_store import MANIFEST, TokenStore, recorded_arrays
 from workflow.lib.distributed.heartbeat import FIRST_PASS_S, JOIN_S, JOINING, Pulse
 from workflow.lib.distributed.stop_signals import StopRequest
 from workflow.lib.distributed.world import World, largest_of_all, process_group
@@ -36,14 +38,7 @@ from workflow.lib.system.files import file_sha256, provenance, put_in_place, wri
 from workflow.lib.system.locks import exclusive
 from workflow.lib.training.best_adapter import BestAdapter, HeldOut, patience_is_over
 from workflow.lib.training.build import TrainingModel, build_training_model, plan_of_device
-from workflow.lib.training.checkpoint import (
-    Cadence,
-    CheckpointWriter,
-    left_by,
-    resume_,
-    save_adapter,
-    trained_otherwise,
-)
+from workflow.lib.training.checkpoint import Cadence, CheckpointWriter, resume_, save_adapter
 from workflow.lib.training.chosen_checkpoint import GO_BACK, chosen_checkpoint
 from workflow.lib.training.failure_causes import explained
 from workflow.lib.training.live_view import Shown, View, live_view
@@ -111,7 +106,16 @@ def work(
         pulse.phase("checking the model", num_bytes=file_bytes, least_s=FIRST_PASS_S)
         checks += startup_checks(model, store, args.base, world, moved=pulse.moved)
         checks += check_precision(model.training, store, config.train, world, moved=pulse.moved)
-        training_run = TrainingRun(args.run, run_identity(args), config, plan, world, store, model)
+        inputs = input_digests(
+            args.tokens / MANIFEST,
+            args.base,
+            start=args.start,
+            scores=args.scores,
+            chooses_by_heldout=config.train.chooses_by_heldout,
+        )
+        training_run = TrainingRun(
+            args.run, run_identity(args), config, plan, world, store, model, inputs
+        )
         settings = config.train
         every = {
             HELDOUT: settings.evaluate_every_steps,
@@ -212,8 +216,20 @@ def resume_run(checkpoints: Path, run: TrainingRun, watch: TimeWatch, pulse: Pul
     optimizer = make_optimizer(training, settings)
     pulse.phase("looking for a checkpoint", num_bytes=(settings.keep_checkpoints + 1) * state_bytes)
     resumed = resume_(
-        checkpoints, training, optimizer, identity=run.identity, world=world, num_steps=num_steps
+        checkpoints,
+        training,
+        optimizer,
+        identity=run.identity,
+        world=world,
+        num_steps=num_steps,
+        inputs=run.inputs,
     )
+    if resumed.measured_otherwise:
+        logger.warning(
+            "the held-out data are others than before step %d: earlier held-out losses are left "
+            "out of the metrics",
+            resumed.step,
+        )
     exported = run.config.export.steps
     for step in (x for x in exported if x <= resumed.step):
         chosen_checkpoint(checkpoints, step, setting="export.steps", change=GO_BACK)
@@ -233,6 +249,7 @@ def resume_run(checkpoints: Path, run: TrainingRun, watch: TimeWatch, pulse: Pul
         world=world,
         newest=resumed.step,
         exported=exported,
+        inputs=run.inputs,
     )
     cadence = Cadence(settings.checkpoint_every_steps, settings.checkpoint_every_minutes, exported)
     heldout = best = None

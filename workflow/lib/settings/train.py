@@ -285,7 +285,12 @@ class TrainConfig(Section):
     def begins_longer_runs(self) -> bool:
         """Whether no step depends on how many follow, so that more of them continue the run."""
         steady = self.lr_schedule == "constant" and self.warmup_share == 0
-        return steady and self.select == "last" and self.early_stopping_patience is None
+        return steady and not self.chooses_by_heldout
+
+    @property
+    def chooses_by_heldout(self) -> bool:
+        """Whether held-out losses decide the exported adapter."""
+        return self.select == "best" or self.early_stopping_patience is not None
 
     @model_validator(mode="before")
     @classmethod

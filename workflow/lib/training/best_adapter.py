@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from workflow.lib.artifacts.checkpoint_folder import saved_steps
 from workflow.lib.data.tokens.token_store import TokenStore, choose_documents
 from workflow.lib.distributed.fsdp import forward_only
 from workflow.lib.distributed.world import World
@@ -25,7 +26,7 @@ from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.training_module import CausalLMForTraining, loss_in
 from workflow.lib.system.errors import UserError
 from workflow.lib.training.batches import make_batch, with_examples, with_scores
-from workflow.lib.training.checkpoint import discard, load_adapter_, save_adapter, saved_steps
+from workflow.lib.training.checkpoint import discard, load_adapter_, save_adapter
 from workflow.lib.training.gradients import step_estimate
 
 

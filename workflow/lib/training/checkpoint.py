@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from workflow.lib.artifacts.checkpoint_folder import METRICS, saved_steps, set_aside, step_dir
+from workflow.lib.artifacts.trained_content import NO_INPUTS, InputDigests
 from workflow.lib.distributed.sharded_files import (
     DamagedError,
     Piece,
@@ -35,27 +37,13 @@ from workflow.lib.distributed.sharded_files import (
 from workflow.lib.distributed.world import World, any_of_all
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.loss.loss_scale import loss_scale_of
-from workflow.lib.system.artifact_files import row_of, write_lines
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import sync
 from workflow.lib.training.optimizers import ShardwiseOptimizer
 
 logger = logging.getLogger("workflow")
 
-STEP_PATTERN = re.compile(r"^step-(\d{8,})$")
 LEFTOVER_PATTERN = re.compile(r"^\.step-\d{8,}\.(partial|damaged)$")
-METRICS, HISTORY = "metrics.jsonl", "history.jsonl"
-
-
-def saved_steps(folder: Path) -> list[int]:
-    """Return the steps with a complete checkpoint, ascending."""
-    matches = (STEP_PATTERN.match(p.name) for p in folder.iterdir()) if folder.is_dir() else ()
-    return sorted(int(match.group(1)) for match in matches if match)
-
-
-def step_dir(folder: Path, step: int) -> Path:
-    """Return the folder of the checkpoint after `step` steps."""
-    return folder / f"step-{step:08d}"
 
 
 class TrainingClock(NamedTuple):
@@ -103,8 +91,10 @@ class CheckpointWriter:
         world: World,
         newest: int = 0,
         exported: Collection[int] = (),
+        inputs: InputDigests = NO_INPUTS,
     ) -> None:
-        self._folder, self._keep, self._identity, self._world = folder, keep, identity, world
+        self._folder, self._keep, self._world = folder, keep, world
+        self._facts = {"identity": identity, "inputs": inputs.deciding | inputs.measuring}
         self._exported = exported
         self._group = dist.new_group(backend="gloo")
         self._newest = newest
@@ -180,7 +170,7 @@ class CheckpointWriter:
                 partial,
                 pieces,
                 group=self._group,
-                facts={"identity": self._identity, "step": step, "clock": clock._asdict()},
+                facts=self._facts | {"step": step, "clock": clock._asdict()},
                 companions=[metrics] if self._world.is_main and metrics.exists() else [],
             )
             self._on_main(lambda: self._publish(partial, step))
@@ -269,6 +259,7 @@ class Resumed:
     skipped: list[dict[str, Any]]  # of `SkippedCheckpoint`
     metrics: Path | None  # the checkpoint's own copy of metrics.jsonl
     clock: TrainingClock = BEGINNING
+    measured_otherwise: bool = False  # held-out losses up to `step` are of other data
 
 
 def resume_(
@@ -279,18 +270,28 @@ def resume_(
     identity: str,
     world: World,
     num_steps: float = math.inf,
+    inputs: InputDigests = NO_INPUTS,
 ) -> Resumed:
     """Load the newest complete checkpoint of at most `num_steps` into `training` and `optimizer`.
-    Collective. A damaged one is set aside and the one before taken. Raises `UserError` for a
-    checkpoint of another run."""
+    Collective. A damaged one is set aside and the one before taken; all are set aside if they are
+    of other inputs. Raises `UserError` for a checkpoint of another run."""
     skipped: list[dict[str, Any]] = []
     for step in (x for x in reversed(_steps_on_main(folder, world)) if x <= num_steps):
         path = step_dir(folder, step)
         problem = _problem(path, world=world)
         if problem is None:
+            earlier = read_index(path).get("inputs", {})
+            if changed := any_of_all(", ".join(inputs.changed(earlier)) or None, world=world):
+                if world.is_main:
+                    logger.warning(
+                        "training begins anew, because its inputs are others now (%s); the "
+                        "checkpoints so far are in %s",
+                        *(changed, set_aside(folder)),
+                    )
+                return Resumed(0, skipped, None)
             clock = _load_(path, training, optimizer, identity=identity, step=step)
-            metrics = path / METRICS
-            return Resumed(step, skipped, metrics if metrics.exists() else None, clock)
+            metrics = path / METRICS if (path / METRICS).exists() else None
+            return Resumed(step, skipped, metrics, clock, inputs.measured_otherwise(earlier))
         skipped.append({"step": step, "reason": problem})
         if world.is_main:
             _set_aside(path)
@@ -398,47 +399,3 @@ def load_adapter_(training: nn.Module, folder: Path) -> None:
             f"the adapter in {folder} cannot be read ({error}). Set train.select to last, or train "
             "anew."
         ) from None
-
-
-def rewind_metrics(path: Path, *, step: int, source: Path | None = None) -> list[dict[str, Any]]:
-    """Write a metrics file from the whole rows of `source`, or of itself, up to `step`."""
-    rows = [row for row in whole_rows(source or path) if row["step"] <= step]
-    write_lines(path, rows)
-    return rows
-
-
-def whole_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a file of lines up to the first that is cut (killed while appending) or
-    damaged (by a disk). Later lines need not continue the earlier rows, and are ignored. A missing
-    file has no rows."""
-    if not path.is_file():
-        return
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-        try:
-            yield row_of(line)
-        except (ValueError, TypeError):
-            return
-
-
-def trained_otherwise(folder: Path) -> str | None:
-    """Describe checkpoints of other settings of a run that has none in `folder`; None if there are
-    none. folder: `<run>-<key of settings>-<key of content>`."""
-    run = folder.name.rsplit("-", 2)[0]
-    beside = [p for p in folder.parent.glob("*-*-*") if p.name.rsplit("-", 2)[0] == run]
-    others = sorted(p.name for p in beside if p != folder and saved_steps(p))
-    if not others or saved_steps(folder):
-        return None
-    return (
-        f"training begins anew: {others[-1]} holds checkpoints of other settings, data or base. To "
-        "train a finished adapter further, leave its run as it was, and add a run with "
-        f"train.start_from: {run}"
-    )
-
-
-def left_by(killed: str, folder: Path) -> str:
-    """Describe the progress of process `killed` with these checkpoints, and its remains."""
-    reached = max((row["step"] for row in whole_rows(folder / METRICS)), default=0)
-    when = f"after step {reached}" if reached else "before its first step"
-    newest = max(saved_steps(folder), default=0)
-    left = f"its newest checkpoint is that of step {newest}" if newest else "it left no checkpoint"
-    return f"the training before this one (process {killed}) was killed {when}; {left}"

@@ -4,13 +4,11 @@ To go back, all later files are set aside in one folder beside it, and none is r
 ordinary start finds this checkpoint as the newest."""
 
 import logging
-import time
 from pathlib import Path
 
+from workflow.lib.artifacts.checkpoint_folder import saved_steps, set_aside, step_dir
 from workflow.lib.distributed.sharded_files import DamagedError, check_files, read_index
-from workflow.lib.system.artifact_files import write_lines
 from workflow.lib.system.errors import setting_error
-from workflow.lib.training.checkpoint import HISTORY, saved_steps, step_dir, whole_rows
 
 logger = logging.getLogger("workflow")
 
@@ -46,17 +44,7 @@ def go_back(folder: Path, step: int, *, results: Path) -> None:
     except DamagedError as error:
         bound = f"this checkpoint is damaged ({error})"
         raise setting_error("rewind", step, bound, "Name another step") from None
-    number = 1 + len([*folder.glob("set-aside-*")])
-    aside = folder / f"set-aside-{number}"
-    aside.mkdir()
-    note = {"from_step": newest, "to_step": step, "unix_s": round(time.time())}
-    write_lines(folder / HISTORY, [*whole_rows(folder / HISTORY), note])
-    # The newest last: until it is moved, the command can be repeated.
-    kept = [*folder.glob("best-*"), *(step_dir(folder, saved) for saved in saved_steps(folder))]
-    later = [path for path in kept if int(path.name.rpartition("-")[2]) > step]
-    for path in (results, *later):
-        if path.exists():
-            path.rename(aside / path.name)
+    aside = set_aside(folder, after=step, results=results)
     logger.info(
         "the next start goes on after step %d; what came later, up to step %d, is in %s: delete "
         "that folder when nobody needs it",

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from workflow.lib.artifacts.checkpoint_folder import HISTORY, METRICS, rewind_metrics, whole_rows
+from workflow.lib.artifacts.trained_content import NO_INPUTS, InputDigests
 from workflow.lib.artifacts.training_record import Check, Step
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.world import World, largest_of_all
@@ -32,9 +34,10 @@ from workflow.lib.system.artifact_files import checked_line, write_lines
 from workflow.lib.system.hardware import drawn_j
 from workflow.lib.system.number_formats import duration
 from workflow.lib.training.build import TrainingModel
-from workflow.lib.training.checkpoint import HISTORY, METRICS, Resumed, rewind_metrics, whole_rows
+from workflow.lib.training.checkpoint import Resumed
 from workflow.lib.training.loop import peak_bytes
 
+HELDOUT_LOSSES = ("heldout_loss", "heldout_losses")  # of a row
 STEPS_SEEN = 10  # the first of a start, with compilation and capture
 FAR_OFF = 0.10  # of the predicted time: a larger error is logged
 STEPS, DATA, HELDOUT, CHECKPOINTS = (
@@ -128,7 +131,12 @@ class Journal:
         self.skipped: list[dict[str, Any]] = []  # of `SkippedCheckpoint`
         self.returns: list[list[int]] = []  # as in `Summary`; on the main process
         if world.is_main:
-            self.rows = rewind_metrics(self._path, step=resumed.step, source=resumed.metrics)
+            self.rows = rewind_metrics(
+                self._path,
+                step=resumed.step,
+                source=resumed.metrics,
+                without=HELDOUT_LOSSES if resumed.measured_otherwise else (),
+            )
             starts = _note_start(folder / HISTORY, resumed)
             self.resumed_from = [row["first_step"] for row in starts if row.get("first_step")]
             self.skipped = [skipped for row in starts for skipped in row.get("skipped", ())]
@@ -228,6 +236,7 @@ class TrainingRun:
     world: World
     store: TokenStore
     model: TrainingModel
+    inputs: InputDigests = NO_INPUTS
 
 
 def summarize(
