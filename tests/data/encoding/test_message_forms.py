@@ -96,7 +96,7 @@ def test_channel_that_is_none_of_harmony_is_a_label():
     ([spoken("hm", channel="analysis"), spoken("a", reasoning="x")], "empty: content of message 2"),
     ([spoken("hm", channel="analysis", train=False), ANSWER], "empty: content of message 2"),
     ([spoken("a", reasoning="hm", thought="ah")], "two reasonings: message 2 has thought and"),
-    ([spoken("a", function_calls='f(x="1")')], "calls as text: message 2 has 'f.x=.*; write a lis"),
+    ([spoken("a", function_calls="f of 1")], "calls as text: message 2 has 'f of .*; write a list"),
     ([spoken("a", reasoning_details=[{"type": "reasoning.encrypted", "data": "x"}])],
      "not text: reasoning_details of message 2 is list"),
     ([{"type": "web_search_call", "id": "w"}, ANSWER], "unknown item: .* type 'web_search_call'"),

@@ -90,6 +90,8 @@ CALLS = [{"type": "function", "function": FUNCTION}]
         {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
         {"role": "tool-call", "content": '{"name": "f", "arguments": {"x": 1}}'},
         {"role": "assistant", "content": [{"type": "tool_use", "name": "f", "input": {"x": 1}}]},
+        {"role": "assistant", "function_calls": "f(x=1)"},
+        {"role": "assistant", "tool_calls": "[f(x=1)]"},
     ],
 )
 def test_all_spellings_of_a_call_mean_the_same(turn):
@@ -189,6 +191,56 @@ def test_arguments_are_found_in_every_form_of_a_call(spelling, form):
     (_, message) = messages_of({"messages": [EXCHANGE[0], turn]}, "messages")
     arguments = message["tool_calls"][0]["function"]["arguments"]
     assert {k: v for k, v in arguments.items() if k != "to"} == {"x": 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        (
+            "a.f(x='1')\ng(y=[1, {'z': None}])",
+            [("a.f", {"x": "1"}), ("g", {"y": [1, {"z": None}]})],
+        ),
+        ("[f(), g()]", [("f", {}), ("g", {})]),
+    ],
+)
+def test_calls_of_python_are_read(text, calls):
+    (_, message) = messages_of(turn(function_calls=text), "messages")
+    functions = [call["function"] for call in message["tool_calls"]]
+    assert [(function["name"], function["arguments"]) for function in functions] == calls
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["f(1)", "f(**x)", "f(x=y)", "f(x=1", "x = f(y=1)", "f(x=" + "[" * 5000 + "]" * 5000 + ")"],
+)
+def test_code_that_is_no_call_by_names_is_refused(text):
+    with pytest.raises(RowError, match="calls as text: message 2 has"):
+        sample(turn(function_calls=text), "messages")
+
+
+TOOL_LISTS = [{"name": "f"}], [{"name": "g"}]
+
+
+@pytest.mark.parametrize("holder", [
+    {"tools": TOOL_LISTS[0]}, json.dumps({"tools": TOOL_LISTS[0]}),
+    {"deep": [{"functions": TOOL_LISTS[0]}]}, {"tools": json.dumps(TOOL_LISTS[0])},
+])  # fmt: skip
+@pytest.mark.parametrize("format", ["messages", "prompt_completion"])
+def test_tools_inside_of_another_column_are_on_offer(holder, format):
+    value = {**ROWS[format], "metadata": holder}
+    (tool,) = sample(value, format).tools
+    assert tool["function"]["name"] == "f"
+    (tool,) = sample(value | {"tools": TOOL_LISTS[1]}, format).tools
+    assert tool["function"]["name"] == "g"
+    with pytest.raises(RowError, match=r"two lists of tools: .* give it a column 'tools'"):
+        sample(value | {"extra": {"tools": TOOL_LISTS[1]}}, format)
+
+
+@pytest.mark.parametrize(
+    "holder", [{"tools": ["hammer"]}, {"tools": 2}, '{"tools": []}', '"tools"']
+)
+def test_other_values_named_tools_are_none(holder):
+    assert sample({**ROWS["messages"], "metadata": holder}, "messages").tools is None
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,9 @@ class DataColumns(Section):
     """Column with the preferred answer, or its conversation (format pairs)."""
     rejected: Annotated[str, Affects(later=True)] = "rejected"
     """Column with the other answer, or its conversation (format pairs)."""
+    preference: Annotated[str | None, Affects(later=True)] = None
+    """Column with a number that says which answer is preferred (format pairs): below 0 `chosen`,
+    above 0 `rejected`, 0 is a tie; null = always `chosen`."""
     score_chosen: Annotated[str, Affects(later=True)] = "score_chosen"
     """Column with the optional score of the preferred answer (format pairs)."""
     score_rejected: Annotated[str, Affects(later=True)] = "score_rejected"
@@ -96,7 +99,7 @@ ROLES_OF_A_ROW = (
     ("input_ids", "labels", "loss_mask", "weight"),
     ("text", "weight"),
     (
-        *("prompt", "chosen", "rejected", "score_chosen", "score_rejected"),
+        *("prompt", "chosen", "rejected", "preference", "score_chosen", "score_rejected"),
         *("system", "history", "tools"),
     ),
     ("prompt", "answers", "system", "history", "tools"),

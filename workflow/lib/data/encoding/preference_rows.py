@@ -19,7 +19,6 @@ from workflow.lib.data.encoding.keys_read import KeyAccount, Place, row_weight
 from workflow.lib.data.encoding.message_forms import Message, is_transcript, read_transcript
 from workflow.lib.data.encoding.row_columns import PAIRS
 from workflow.lib.data.encoding.row_formats import (
-    NOTHING,
     READ,
     RowParts,
     answer_behind,
@@ -27,6 +26,7 @@ from workflow.lib.data.encoding.row_formats import (
     check_prompt_is_in,
     read_history,
     read_turns,
+    row_parts,
     row_place,
     whole_conversation,
 )
@@ -42,6 +42,7 @@ from workflow.lib.data.reading.chunks import Values
 from workflow.lib.settings.data import DataColumns, Format
 
 # A prompt with its tools, as in OpenAI's preference format.
+FURTHER = Place("further answers", frozenset())
 PROMPT = Place("prompt", frozenset({"messages", "tools"}))
 ANSWER_KEYS = ("response", "answer", "completion", "text", "content", "messages")
 # Keys of an answer's score, tried in this order; a lower rank is better.
@@ -81,7 +82,7 @@ def to_judged(
     `RowError` as `to_sample`, and for answers without a preference."""
     value, shape = keys.take(judged_place(format, columns), value, "the row")
     weight = row_weight(shape, value, column=columns.weight)
-    row = RowParts(value, value if shape.has_optional else NOTHING, columns, keys)
+    row = row_parts(value, shape, format=format, columns=columns, keys=keys)
     if format in PAIRS:
         answers = _pair(row, *READ_PAIR[format](row))
         judged = Judged(answers, [True, False] if rated else None)
@@ -126,6 +127,10 @@ def _sides(row: RowParts) -> tuple[Turns, Turns]:
         _side(row, value.get(name), f"column {name!r}")
         for name in (columns.chosen, columns.rejected)
     )
+    if columns.preference is not None:
+        preference = _number(value.get(columns.preference), f"column {columns.preference!r}")
+        _check_no_tie(0.0, preference)
+        return (rejected, chosen) if preference > 0 else (chosen, rejected)
     names = columns.score_chosen, columns.score_rejected
     if any(value.get(name) is not None for name in names):
         better, worse = (_number(value.get(name), f"column {name!r}") for name in names)
@@ -199,6 +204,10 @@ def _check_no_tie(better: float, worse: float) -> None:
 def _side(row: RowParts, given: Any, what: str) -> Turns:
     if given in EMPTY:
         raise RowError(f"no pair: {what} is empty, and a pair needs both answers")
+    if isinstance(given, list) and all(isinstance(item, str) for item in given):
+        given, *further = given  # ms-swift's
+        for _ in further:
+            row.keys.count(FURTHER, what.removeprefix("column ").strip("'"))
     if is_transcript(given):
         return read_transcript(given, what)
     return read_turns(row, answer_behind(row, given), what, role="assistant")
@@ -228,6 +237,8 @@ def _pair(row: RowParts, chosen: Turns, rejected: Turns) -> list[Conversation]:
     given, row = _prompt(row)
     history, _ = read_history(row)
     prompt = [*history, *given]
+    if not prompt:
+        prompt = _prompt_of_one(chosen, rejected)
     sides = [_with_prompt(prompt, side) for side in (chosen, rejected)]
     both = [messages for messages, _ in sides]
     shared = _shared(*both)
@@ -238,6 +249,15 @@ def _pair(row: RowParts, chosen: Turns, rejected: Turns) -> list[Conversation]:
         check_has_answer(messages[shared:], weights)
         conversations.append(whole_conversation(messages, weights, row))
     return conversations
+
+
+def _prompt_of_one(*sides: Turns) -> list[Message]:
+    """Return the prompt of a whole conversation whose answer the other side replaces; else none."""
+    whole = [messages for messages, _ in sides if messages[0]["role"] != "assistant"]
+    if len(whole) != 1:
+        return []
+    last = max(n for n, message in enumerate(whole[0]) if message["role"] != "assistant")
+    return whole[0][: last + 1]
 
 
 def _with_prompt(prompt: list[Message], side: Turns) -> Turns:

@@ -41,6 +41,7 @@ OTHER_NAMES: tuple[tuple[Format, Mapping[str, str]], ...] = (
     ("messages", {"messages": "conversation"}),
     ("prompt_completion", {"prompt": "prompt", "completion": "response"}),
     ("prompt_completion", {"prompt": "query", "completion": "answers"}),
+    ("prompt_completion", {"prompt": "query", "completion": "answer"}),
     ("prompt_completion", {"prompt": "query", "completion": "response"}),
     ("prompt_completion", {"prompt": "input", "completion": "output"}),
     ("prompt_completion", {"prompt": "inputs", "completion": "targets"}),
@@ -52,18 +53,24 @@ OTHER_NAMES: tuple[tuple[Format, Mapping[str, str]], ...] = (
 )
 LONGER_ANSWERS = ("solution", "response")  # beside `answer`, which is then its last line
 OTHER_INPUT = "context"  # of the column `input`, if that is not there
-# Other names of columns of preference formats, each tuple as a whole.
+# Other names of columns of preference formats, each tuple as a whole; a column has one role.
 PAIR_NAMES: dict[tuple[str, ...], tuple[tuple[str, ...], ...]] = {
+    ("chosen", "rejected"): (
+        ("preferred_output", "non_preferred_output"),
+        ("chosen_response", "rejected_response"),
+        ("messages", "rejected_response"),
+        ("conversations", "rejected_response"),
+    ),
+    ("chosen", "rejected", "preference"): (
+        ("response1", "response2", "overall_preference"),
+        ("response_1", "response_2", "preference_strength"),
+    ),
     ("prompt",): tuple(
         (name,)
         for name in (
             *("question", "instruction", "input"),
-            *("messages", "conversations", "conversation"),
+            *("messages", "conversations", "conversation", "context"),
         )
-    ),
-    ("chosen", "rejected"): (
-        ("preferred_output", "non_preferred_output"),
-        ("chosen_response", "rejected_response"),
     ),
     ("score_chosen", "score_rejected"): (
         ("chosen_score", "rejected_score"),
@@ -140,8 +147,9 @@ def _preference_names(
         names = [getattr(columns, key) for key in keys]
         is_free = not any(_is_named(key, columns) for key in keys)
         if is_free and not any(name in present for name in names):
-            found = next((some for some in others if all(name in present for name in some)), names)
-            update |= dict(zip(keys, found, strict=True))
+            free = set(present) - set(update.values())
+            whole = next((some for some in others if free.issuperset(some)), ())
+            update |= dict(zip(keys, whole, strict=False))
     return columns.model_copy(update=update)
 
 

@@ -6,7 +6,7 @@ or lists of messages), `alpaca` a question and its answer, `tokens` ids with lab
 and the part before the colon is counted."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from workflow.lib.data.encoding.keys_read import (
     REASONING_KEYS,
     KeyAccount,
     Place,
+    Shape,
     row_weight,
 )
 from workflow.lib.data.encoding.message_forms import (
@@ -37,6 +38,7 @@ from workflow.lib.data.encoding.message_forms import (
 from workflow.lib.data.encoding.row_columns import (
     REQUIRED,
     TARGETS,
+    WITHOUT_TEMPLATE,
     system_columns,
     tools_columns,
 )
@@ -66,7 +68,7 @@ SWITCHED = {"on", "off"}  # values of a column `reasoning` that are no reasoning
 ALSO_READ: dict[Format, tuple[str, ...]] = {
     "alpaca": ("input",),
     "tokens": TARGETS,
-    "pairs": ("prompt", "score_chosen", "score_rejected"),
+    "pairs": ("prompt", "preference", "score_chosen", "score_rejected"),
 }
 BEGIN_OF_MESSAGES = re.compile(r"""\s*\[?\s*\{\s*['"](?:role|content|from|value)['"]\s*:""")
 ROLE_IN_TEXT = re.compile(rf"""['"](?:role|from)['"]\s*:\s*['"](?:{"|".join(ROLES)})['"]""")
@@ -120,9 +122,43 @@ def to_sample(
     keys = keys or KeyAccount()
     value, shape = keys.take(row_place(format, columns), value, "the row")
     weight = row_weight(shape, value, column=columns.weight, label=columns.label)
-    optional = value if shape.has_optional else NOTHING
-    sample = READ[format](RowParts(value, optional, columns, keys))
+    sample = READ[format](row_parts(value, shape, format=format, columns=columns, keys=keys))
     return sample if weight == 1 else Weighted(sample, weight)
+
+
+def row_parts(
+    value: Values, shape: Shape, *, format: Format, columns: DataColumns, keys: KeyAccount
+) -> RowParts:
+    """Return the parts of a row; its tools may stand inside of another column."""
+    optional = value if shape.has_optional else NOTHING
+    names = tools_columns(columns)
+    if format not in WITHOUT_TEMPLATE and all(value.get(name) in EMPTY for name in names):
+        holders = [value.get(name) for name in shape.unread]
+        nested = [tools for tools in _nested(holders, names) if _are_calls(tools)]
+        if any(tools != nested[0] for tools in nested):
+            raise RowError(
+                f"two lists of tools: unread columns of the row hold {len(nested)}; give it a "
+                f"column {columns.tools!r}, or leave one out (data.leave_out)"
+            )
+        if nested:
+            optional = {**value, columns.tools: nested[0]}
+    return RowParts(value, optional, columns, keys)
+
+
+def _nested(value: Any, names: Collection[str]) -> Iterator[list[Any]]:
+    """Yield the lists of objects under these keys, inside of objects or of JSON text of them."""
+    if isinstance(value, str):
+        value = objects_in(value) if any(f'"{name}"' in value for name in names) else None
+    if isinstance(value, list):
+        for item in value:
+            yield from _nested(item, names)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            tools = objects_in(item) if isinstance(item, str) else item
+            if key in names and isinstance(tools, list) and tools:
+                yield tools
+            else:
+                yield from _nested(item, names)
 
 
 def _messages(row: RowParts) -> Unweighted:

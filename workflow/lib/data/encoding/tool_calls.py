@@ -2,6 +2,7 @@
 
 Arguments of calls become objects: templates write them as JSON and would quote a string again."""
 
+import ast
 import re
 from typing import Any, Literal, NotRequired, TypedDict
 
@@ -20,6 +21,7 @@ from workflow.lib.data.reading.chunks import PREVIEW_CHARS
 ARGUMENTS = ("arguments", "parameters", "args", "input", "kwargs", "params")  # of a call
 SCHEMAS = ("parameters", "input_schema", "inputSchema")  # of a tool on offer
 SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")  # of calls, in the templates of Mistral
+MAX_CALL_CHARS = 10_000  # of a text of Python's; its parser recurses
 IDS = ("id", "call_id", "tool_call_id")
 CALL = Place("call", frozenset({*IDS, "type", "function", *ARGUMENTS}))
 FUNCTION = Place("function of a call", frozenset({*IDS, "type", "name", "function", *ARGUMENTS}))
@@ -50,12 +52,10 @@ class Tool(TypedDict):
 
 def read_calls(raw: Any, where: str, keys: KeyAccount) -> list[ToolCall]:
     """Return the calls of a list, of its JSON text, or of a single call."""
-    if isinstance(raw, str) and raw.lstrip()[:1] not in ("", "[", "{", '"', "n"):
-        raise RowError(
-            f"calls as text: {where} has {raw[:PREVIEW_CHARS]!r}, which is no JSON; write a list "
-            "of calls, each with its name and its arguments, or put the text into the content"
-        )
-    calls = _decoded(without_nulls(raw), f"tool calls of {where}")
+    calls = _python_calls(raw) if isinstance(raw, str) else None
+    if calls is None:
+        _check_is_json(raw, where)
+        calls = _decoded(without_nulls(raw), f"tool calls of {where}")
     if calls in EMPTY:
         return []
     if isinstance(calls, dict):
@@ -63,6 +63,39 @@ def read_calls(raw: Any, where: str, keys: KeyAccount) -> list[ToolCall]:
     if not isinstance(calls, list):
         raise RowError(f"broken tool call: tool_calls of {where} is {kind(calls)}")
     return [_call(call, where, keys) for call in calls]
+
+
+def _check_is_json(raw: Any, where: str) -> None:
+    if isinstance(raw, str) and raw.lstrip()[:1] not in ("", "[", "{", '"', "n"):
+        raise RowError(
+            f"calls as text: {where} has {raw[:PREVIEW_CHARS]!r}, which is neither JSON nor calls "
+            "by names as f(x=1); write a list of calls, each with its name and its arguments, or "
+            "put the text into the content"
+        )
+
+
+def _python_calls(text: str) -> list[dict[str, Any]] | None:
+    """Return the calls of a text as `weather(town="Oslo")`, in a list or a line each, whose
+    arguments have names and literal values; None for other texts."""
+    if len(text) > MAX_CALL_CHARS or not text.rstrip().endswith((")", ")]")):
+        return None
+    try:
+        statements = ast.parse(text.strip()).body
+        lines = [line.value if isinstance(line, ast.Expr) else None for line in statements]
+        calls = [n for line in lines for n in (line.elts if isinstance(line, ast.List) else [line])]
+        return [_python_call(call) for call in calls]
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return None
+
+
+def _python_call(node: ast.expr | None) -> dict[str, Any]:
+    """Return a call by names; raises `ValueError` for other code."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name | ast.Attribute):
+        raise ValueError("no call of a function")
+    if node.args or any(argument.arg is None for argument in node.keywords):
+        raise ValueError("an argument without a name")
+    arguments = {argument.arg: ast.literal_eval(argument.value) for argument in node.keywords}
+    return {"name": ast.unparse(node.func), "arguments": arguments}
 
 
 def _decoded(raw: Any, what: str) -> Any:
