@@ -217,3 +217,23 @@ def test_ctrl_c_during_the_imports_ends_a_stage_without_traceback():
     said = process.communicate()
     assert process.returncode == 130
     assert "Traceback" not in "".join(said)
+
+
+@pytest.mark.parametrize("made", ["folder", "file"])
+def test_result_of_a_stage_whose_input_changed_is_not_kept(tmp_path, monkeypatch, capsys, made):
+    model, output = tmp_path / "model", tmp_path / "result"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+
+    def work(args):
+        if made == "folder":
+            output.mkdir()
+        (output / "part" if made == "folder" else output).write_text("of the old config")
+        (model / "config.json").write_text('{"hidden_size": 2}')
+
+    options = ["--model", str(model), "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", ["stage", *options])
+    with pytest.raises(SystemExit, match="1"):
+        run(work, stage_parser("", needs="model output", config_required=False))
+    assert f"{model / 'config.json'} was changed while it was read" in capsys.readouterr().err
+    assert not output.exists()

@@ -62,3 +62,9 @@ def test_damaged_download_leaves_no_base_and_is_named(folder, tmp_path, name):
     said = refusal_of(stage(model, tmp_path / "base"), output=tmp_path / "base")
     assert f"{model}/{name} is damaged: it does not have the SHA-256" in said
     assert f"Delete the folder {model} and repeat the command" in said
+
+
+def test_record_names_the_bytes_of_the_weights_that_were_read(folder):
+    record = read_checked_json(folder / "base" / "quantization.json")
+    weights = folder / "model" / "model.safetensors"
+    assert record["model_files"] == {weights.name: file_sha256(weights)}

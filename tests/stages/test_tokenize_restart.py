@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,8 +20,9 @@ from workflow.lib.data.tokens.corpus import FEW_CHUNKS
 from workflow.lib.data.tokens.encoded_shards import encode_rows, is_finished
 from workflow.lib.data.tokens.token_store import ARRAYS
 from workflow.lib.data.tokens.work_folder import work_folder
+from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import file_sha256
-from workflow.scripts.tokenize_dataset import make_splits
+from workflow.scripts.tokenize_dataset import make_splits, prepare_splits
 
 
 def many_files(stage):
@@ -155,3 +157,19 @@ def wait_until(condition, *, seconds=1800):
     while not condition():
         assert time.monotonic() < end, "it did not happen"
         time.sleep(0.02)
+
+
+def test_rows_that_change_while_they_are_read_leave_no_tokens(stage):
+    """Rewritten in place once they are encoded, with as many bytes."""
+
+    def change(*args, **kwargs):
+        stage.train.write_text(stage.train.read_text().replace("answer", "ANSWER"))
+        return prepare_splits(*args, **kwargs)
+
+    with (
+        mock.patch("workflow.scripts.tokenize_dataset.prepare_splits", change),
+        pytest.raises(UserError, match=rf"{stage.train} was changed while it was read"),
+    ):
+        stage.run()
+    assert [path.name for path in stage.folder.glob("*tokens*")] == []
+    stage.run()

@@ -9,6 +9,7 @@ import gc
 import json
 import logging
 import os
+import shutil
 import signal
 import sys
 import time
@@ -24,6 +25,7 @@ from workflow.lib.artifacts.stage_logs import BEGUN, ENDED
 from workflow.lib.system.environment import follows, is_worker
 from workflow.lib.system.errors import PeerLostError, StoppedError, UserError
 from workflow.lib.system.files import unwritable
+from workflow.lib.system.input_files import Inputs
 from workflow.lib.system.locks import exclusive
 from workflow.lib.system.redaction import redacted, secret_values
 
@@ -98,7 +100,7 @@ def run(
         # From here on there is work to end in order.
         if signal.getsignal(signal.SIGINT) is scripts.leave:
             signal.signal(signal.SIGINT, interrupt)
-        with nullcontext() if locks_itself else only_writer(args):
+        with nullcontext() if locks_itself else only_writer(args), unchanged_inputs(args):
             mark_log(BEGUN)
             work(args)
             mark_log(ENDED)
@@ -193,6 +195,31 @@ def only_writer(args: argparse.Namespace) -> Iterator[None]:
         if killed is not None:
             logger.info("process %s was killed while it was %s; it is made now", killed, doing)
         yield
+
+
+WRITTEN = frozenset({"output", "log", "checkpoints", "comparison", "archive", "tracking_folder"})
+
+
+@contextmanager
+def unchanged_inputs(args: argparse.Namespace) -> Iterator[None]:
+    """Raise `UserError` after the block, and remove the output, if files and folders of the command
+    line were changed in it. A training compares its inputs itself, when it has read them."""
+    output: Path | None = getattr(args, "output", None)
+    if output is None or is_worker() or hasattr(args, "checkpoints"):
+        yield
+        return
+    options = (value for name, value in vars(args).items() if name not in WRITTEN)
+    paths = (path for value in options for path in (value if isinstance(value, list) else [value]))
+    inputs = Inputs(path for path in paths if isinstance(path, Path) and path != Path())
+    yield
+    try:
+        inputs.check()
+    except UserError:
+        if output.is_dir():
+            shutil.rmtree(output, ignore_errors=True)
+        else:
+            output.unlink(missing_ok=True)
+        raise
 
 
 # Control characters that a terminal would obey (C0 and C1), spelled out: a message may quote a name

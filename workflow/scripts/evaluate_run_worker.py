@@ -49,6 +49,7 @@ from workflow.lib.settings.config import (
 from workflow.lib.settings.subjects import SUBJECT_LABELS, SubjectName
 from workflow.lib.system.checksums import RecordedFile, listed_files
 from workflow.lib.system.files import new_folder, write_checked_json
+from workflow.lib.system.input_files import Inputs
 
 logger = logging.getLogger("workflow")
 
@@ -61,6 +62,7 @@ def work(args: argparse.Namespace, settings: EvaluateConfig, *, sharded: bool) -
         process = join(stack, sharded=sharded)
         store = TokenStore.open(args.tokens)
         folders = model_folders(args)
+        inputs = inputs_of(args, settings, folders)
         sources = check_inputs(args, folders, store, process)
         options = evaluated_models.load_options(
             args.base,
@@ -81,7 +83,8 @@ def work(args: argparse.Namespace, settings: EvaluateConfig, *, sharded: bool) -
         logger.setLevel(logging.DEBUG if process.is_main else logging.ERROR)
         machine = evaluated_models.machine_facts(options)
         log_questions(questions, store, machine, process)
-        measured = measure_all(args, models, questions, machine, process)
+        archive = Archive(args.archive, inputs)
+        measured = measure_all(args, models, questions, machine, process, archive)
         if process.is_main:
             results = evaluations(
                 measured,
@@ -95,6 +98,15 @@ def work(args: argparse.Namespace, settings: EvaluateConfig, *, sharded: bool) -
                 measured, questions, run=args.run, served=args.served, rows=store.input_ids
             )
             write(args.output, results, items)
+
+
+def inputs_of(
+    args: argparse.Namespace, settings: EvaluateConfig, folders: evaluated_models.ModelFolders
+) -> Inputs:
+    """Return the files of the models, of the tasks and of the template."""
+    tasks = Path(settings.tasks_dir).rglob("*") if settings.tasks_dir else ()
+    template = [Path(args.chat_template)] if args.chat_template else []
+    return Inputs([*folders.all(), *(path for path in tasks if path.is_file()), *template])
 
 
 def model_folders(args: argparse.Namespace) -> evaluated_models.ModelFolders:
@@ -176,10 +188,11 @@ def measure_all(
     questions: Questions,
     machine: dict[str, Any],
     process: Process,
+    archive: Archive,
 ) -> dict[SubjectName, Measurement]:
     """Return each model's answers, by its name. Collective."""
     asked = parts(questions, world=process.world)
-    archive, folders = Archive(args.archive), model_folders(args).all()
+    folders = model_folders(args).all()
     measured: dict[SubjectName, Measurement] = {}
     for model in models:
         measured[model.name], new = measure(

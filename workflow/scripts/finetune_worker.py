@@ -35,6 +35,7 @@ from workflow.lib.settings.config import RunConfig
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.checksums import listed_files, recorded_files
 from workflow.lib.system.files import file_sha256, provenance, put_in_place, write_checked_json
+from workflow.lib.system.input_files import Inputs
 from workflow.lib.system.locks import exclusive
 from workflow.lib.training.best_adapter import BestAdapter, HeldOut, patience_is_over
 from workflow.lib.training.build import TrainingModel, build_training_model, plan_of_device
@@ -84,6 +85,7 @@ def work(
         torch.use_deterministic_algorithms(config.train.deterministic)
         store = TokenStore.open(args.tokens)
         pulse.phase("checking the files")
+        start_files = Inputs([args.start] if args.start else [])
         recorded = listed_files(args.base) + recorded_arrays(args.tokens, store.manifest)
         recorded += [] if args.start is None else recorded_files(args.start)
         if args.scores is not None:
@@ -113,6 +115,7 @@ def work(
             scores=args.scores,
             chooses_by_heldout=config.train.chooses_by_heldout,
         )
+        start_files.check()
         training_run = TrainingRun(
             args.run, run_identity(args), config, plan, world, store, model, inputs
         )

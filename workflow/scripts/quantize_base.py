@@ -50,6 +50,7 @@ from workflow.lib.system.files import (
     write_checksums,
     write_json,
 )
+from workflow.lib.system.input_files import Inputs
 from workflow.scripts.command import run, stage_parser
 
 logger = logging.getLogger("workflow")
@@ -61,6 +62,8 @@ TAKEN: tuple[Method, str] = ("absmax", "model.source is in NF4 already: its byte
 
 def main(args: argparse.Namespace) -> None:
     settings = QuantizeConfig.model_validate(args.config["quantize"])
+    text = settings.calibration_text
+    inputs = Inputs([args.model, *([Path(text)] if text else [])])
     check_files(without_weights(downloaded_files(args.model)))
     config = read_model_config(args.model)
     model = build_on_meta(args.model, dtype=torch.bfloat16)
@@ -79,12 +82,12 @@ def main(args: argparse.Namespace) -> None:
     device = choose_device()
     partial = args.output.with_name(f".{args.output.name}.partial")
     if method == "calibrated":
-        total_bytes, calibration = calibrated(args, partial, model, settings, device)
+        total_bytes, calibration, hashes = calibrated(args, partial, model, settings, device)
     else:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         calibration = None
-        total_bytes = write_weights(args.model, partial, model, settings, device)
+        total_bytes, hashes = write_weights(args.model, partial, model, settings, device)
     copy_companions(args.model, partial)
     in_16_bits = modules_in_16_bits(model)
     write_json(partial / "config.json", nf4_config(config, settings, in_16_bits=in_16_bits))
@@ -106,10 +109,12 @@ def main(args: argparse.Namespace) -> None:
             None if taken else only_here(method, settings, stacks=bool(stacks), packed=packed)
         ),
         **facts,
+        model_files=hashes,
         provenance=Provenance.now(),
     )
     write_checked_json(partial / "quantization.json", record.as_json())
     write_checksums(partial)
+    inputs.check()
     put_in_place(partial, args.output)
     logger.info(
         "quantized %d linears and %d stacks of experts (%s parameters) to NF4 (%s) on %s: %.3f GiB",
@@ -124,9 +129,9 @@ def calibrated(
     model: PreTrainedModel,
     settings: QuantizeConfig,
     device: torch.device,
-) -> tuple[int, CalibrationFacts]:
-    """Write the calibrated weights to `partial`, resuming from its files; return their bytes and
-    the facts for `quantization.json`."""
+) -> tuple[int, CalibrationFacts, dict[str, str]]:
+    """Write the calibrated weights to `partial`, resuming from its files; return their bytes, the
+    facts for `quantization.json`, and the SHA-256 of each file that was read."""
     store = TokenStore.open(args.tokens)
     check_files(recorded_arrays(args.tokens, store.manifest))
     text = settings.calibration_text
@@ -150,9 +155,9 @@ def calibrated(
     with ConvertedReader(args.model, model, recorded=recorded, finite=True) as reader:
         linears, dtype = quantizable_linears(model), resolve_dtype("auto", device)
         inputs = CalibrationInputs(args.model, reader, store, linears, device, dtype)
-        result = write_calibrated(partial, inputs, settings, fingerprint=begun_with)
+        total_bytes, facts = write_calibrated(partial, inputs, settings, fingerprint=begun_with)
     mark.unlink()
-    return result
+    return total_bytes, facts, reader.sha256()
 
 
 def write_weights(
@@ -161,8 +166,9 @@ def write_weights(
     model: PreTrainedModel,
     settings: QuantizeConfig,
     device: torch.device,
-) -> int:
-    """Stream all tensors from `source` to `target` by the model's names; return their bytes."""
+) -> tuple[int, dict[str, str]]:
+    """Stream all tensors from `source` to `target` by the model's names; return their bytes, and
+    the SHA-256 of each file that was read."""
     writer = ShardWriter(target, shard_bytes=SHARD_BYTES)
     recorded = downloaded_files(source)
     with ConvertedReader(source, model, recorded=recorded, finite=True) as reader:
@@ -175,7 +181,7 @@ def write_weights(
         ):
             writer.add(parts)
     writer.close()
-    return writer.total_bytes
+    return writer.total_bytes, reader.sha256()
 
 
 def parser() -> argparse.ArgumentParser:

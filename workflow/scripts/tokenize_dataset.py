@@ -74,6 +74,7 @@ from workflow.lib.settings.objectives import Examples
 from workflow.lib.system.checksums import check_files, downloaded_files, without_weights
 from workflow.lib.system.errors import setting_error
 from workflow.lib.system.files import package_versions, short_hash, write_checked_json
+from workflow.lib.system.input_files import Inputs
 from workflow.scripts.command import run, stage_parser
 
 
@@ -89,6 +90,7 @@ def main(args: argparse.Namespace) -> None:
         tokenizer, args.tokenizer, chat_template=encodings["train"].chat_template
     )
     corpora = open_corpora(sources)
+    inputs = inputs_of(args, settings, corpora)
     with (
         work_folder(args.output, key=work_key(corpora, encodings, tokenizer_facts)) as work,
         finished_folder(args.output) as (folder, listing),
@@ -122,6 +124,7 @@ def main(args: argparse.Namespace) -> None:
             folder=folder,
         )
         write_checked_json(folder / MANIFEST, facts)
+        inputs.check()
     log_facts(
         facts,
         output=args.output,
@@ -136,6 +139,14 @@ def check_downloads(args: argparse.Namespace) -> None:
     if args.dataset != Path():  # else the project's own folder
         files += downloaded_files(args.dataset)
     check_files(files, threads=args.processes)
+
+
+def inputs_of(args: argparse.Namespace, settings: DataConfig, corpora: dict[str, Corpus]) -> Inputs:
+    """Return the files of data, tokenizer and template; those of data have been hashed."""
+    template = settings.chat_template
+    read = [args.tokenizer, *([Path(template)] if template else [])]
+    files = (file for corpus in corpora.values() for file in corpus.files)
+    return Inputs(read, sha256={file.path: file.sha256 for file in files})
 
 
 def find_encodings(

@@ -289,7 +289,7 @@ def fingerprint(run: RunConfig, *, of_any_length: bool = False) -> str:
     lora, train = (_plain(section, _defines_result) for section in (run.lora, run.train))
     if of_any_length:
         train |= {"epochs": None, "max_steps": None}
-    numerics = [run.model.compute_dtype, run.model.attention_dropout]
+    numerics: list[Any] = [run.model.compute_dtype, run.model.attention_dropout]
     numerics += [run.model.attention] if run.model.attention != "auto" else []
     # no sections for supervised runs, which are older
     others = [_plain(section, _defines_result) for section in (run.preferences, run.distill)]

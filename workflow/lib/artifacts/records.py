@@ -86,6 +86,8 @@ class Quantization(Record):
     only_here: str | None = "how they were made is not recorded"
     """Why Transformers makes other 4-bit weights of the original; null: it makes these."""
     calibration: CalibrationFacts | None = None  # if it was calibrated
+    model_files: dict[str, str] = Field(default={})
+    """SHA-256 of each file of the original's weights, of the bytes that were read."""
     provenance: Provenance  # origin of the file
 
 

@@ -14,7 +14,8 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from workflow.lib.system.artifact_files import said
 from workflow.lib.system.checksums import RecordedFile
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.files import provenance, read_checked_json, short_hash, write_checked_json
+from workflow.lib.system.input_files import Inputs
 
 logger = logging.getLogger("workflow")
 
@@ -60,7 +62,10 @@ def content_key(*models: Sequence[RecordedFile]) -> str:
 
 @dataclass(frozen=True)
 class Archive:
+    """Finished measurements. inputs: files of the user that they depend on."""
+
     folder: Path
+    inputs: Inputs = field(default_factory=partial(Inputs, ()))
 
     def find(self, subject: str, part: str, facts: Mapping[str, Any]) -> Any | None:
         """Return the measurement of `subject` under `facts`; None without a sound one."""
@@ -76,6 +81,8 @@ class Archive:
             return None
 
     def keep(self, subject: str, part: str, facts: Mapping[str, Any], value: Any) -> None:
+        """Write a measurement. Raises `UserError` if an input changed meanwhile."""
+        self.inputs.check()
         entry = {"part": part, "value": value, "provenance": provenance()}
         write_checked_json(self._path(subject, part, facts), entry)
 

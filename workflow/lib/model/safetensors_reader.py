@@ -13,6 +13,7 @@ from workflow.lib.model.architecture.model_files import named_weights
 from workflow.lib.model.architecture.safetensors_headers import INDEX, SINGLE, read_index
 from workflow.lib.system.checksums import RecordedFile, check_files
 from workflow.lib.system.errors import UserError
+from workflow.lib.system.files import file_sha256
 
 QUANTIZATION = "quantization.json"  # in a base from quantize_base
 
@@ -58,7 +59,8 @@ def open_whole(path: Path, *, made_here: bool = False) -> Any:
 class CheckpointReader:
     """Random access to a safetensors checkpoint's tensors; a context manager with open files.
     shards: the file of each tensor, if known. recorded: files that are hashed when opened; raises
-    `UserError` if damaged."""
+    `UserError` if damaged. hashed: the others are hashed then too (their bytes are cached for the
+    tensors that follow)."""
 
     def __init__(
         self,
@@ -67,8 +69,11 @@ class CheckpointReader:
         single: str = SINGLE,
         shards: Mapping[str, str] | None = None,
         recorded: Iterable[RecordedFile] = (),
+        hashed: bool = False,
     ) -> None:
         self.folder = folder
+        self._hashed = hashed
+        self._sha256: dict[str, str] = {}
         self._recorded = {file.name: file for file in recorded}
         self._shards = dict(shards or shard_of_tensor(folder, single=single))
         self._files: dict[str, Any] = {}
@@ -78,6 +83,14 @@ class CheckpointReader:
 
     def __exit__(self, *_: object) -> None:
         self._files.clear()
+
+    def sha256(self) -> dict[str, str]:
+        """Return the SHA-256 of each file of tensors; those that were not hashed yet are now."""
+        known = {name: file.sha256 for name, file in self._recorded.items()} | self._sha256
+        return {
+            shard: known.get(shard) or file_sha256(self.folder / shard)
+            for shard in sorted({*self._shards.values()})
+        }
 
     def __contains__(self, name: str) -> bool:
         return name in self._shards
@@ -127,6 +140,8 @@ class CheckpointReader:
         """Open a shard after a check that it matches its record and holds the index's tensors."""
         if shard in self._recorded:
             check_files([self._recorded[shard]])
+        elif self._hashed:
+            self._sha256[shard] = file_sha256(self.folder / shard)
         file = open_whole(self.folder / shard)
         promised = {name for name, holder in self._shards.items() if holder == shard}
         absent = promised.difference(file.keys())

@@ -245,14 +245,15 @@ CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale")  # of keys and values that a
 
 
 class DecodedReader(CheckpointReader):
-    """`CheckpointReader` that decodes packed weights; finite: `UserError` for infinity and NaN."""
+    """`CheckpointReader` that decodes packed weights. finite: of a stage that keeps what it reads:
+    `UserError` for infinity and NaN, and files are hashed."""
 
     def __init__(
         self, folder: Path, *, recorded: Iterable[RecordedFile] = (), finite: bool = False
     ) -> None:
         self._tensors = loaded_tensors(folder)
         shards = {name: tensor.file for name, tensor in self._tensors.items()}
-        super().__init__(folder, shards=shards, recorded=recorded)
+        super().__init__(folder, shards=shards, recorded=recorded, hashed=finite)
         self._finite = finite
         stored = self._shards.keys()
         self._fp8 = {
