@@ -194,6 +194,14 @@ def test_texts_that_the_template_may_leave_out_are_counted_and_told(stage, caplo
     assert "1 rows: the chat template leaves out reasoning" in caplog.text
 
 
+def test_answers_that_begin_with_their_prompt_are_counted_and_told(stage, caplog):
+    repeating = {"prompt": "Name a river.", "completion": "Name a river. The Ebro."}
+    save_rows(stage.train, [*rows(NUM_TRAIN), repeating, repeating])
+    store = stage.run()
+    assert [source["repeat_prompt"] for source in store.manifest["sources"]] == [2, 0]
+    assert "2 rows repeat their prompt at the beginning of the answer" in caplog.text
+
+
 def forgetful_template(folder):
     """Write a template that leaves all answers but the last out of a conversation; return its
     path."""

@@ -109,6 +109,6 @@ def test_first_turn_has_no_prompt_and_is_not_trained(tokenizer):
     talk = [{"role": "assistant", "content": "Welcome."}, *EXCHANGE]
     encoded = encode(tokenizer, talk, PLAIN_TEMPLATE)
     assert trained(tokenizer, encoded) == ["So.<|end|>"]
-    assert encoded.begins_untrained
+    assert encoded.notes == {"begin_untrained"}
     with pytest.raises(RowError, match="its only trained turn, which has no prompt"):
         encode(tokenizer, talk[:1], PLAIN_TEMPLATE)

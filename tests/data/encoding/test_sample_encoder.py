@@ -1,7 +1,7 @@
 """Conversations to tokens: equal to the tokenizer's own, masks on the answers."""
 
 import pytest
-from tokenizers import processors
+from tokenizers import AddedToken, processors
 
 from tests.support.encoding import (
     CHAT,
@@ -58,6 +58,82 @@ def test_generation_block_that_holds_a_part_of_some_prompts_is_trained_without_i
     )
     assert trained(tokenizer, encode(tokenizer, CHAT, template))[0] == "Forty-two.<|end|>"
     assert trained(tokenizer, encode(tokenizer, CHAT[1:], template))[0] == "Forty-two.<|end|>"
+
+
+LINES = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + eos_token + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(("side", "token"), [("rstrip", "<|assistant|>"), ("lstrip", "<|end|>")])
+@pytest.mark.parametrize("answer", ["  a {}b", "\n- a\n", "a b", " \t"])
+def test_mask_begins_at_the_answer_where_special_tokens_strip_blanks(tmp_path, side, token, answer):
+    stripping = tiny_tokenizer(tmp_path)
+    stripping.add_tokens([AddedToken(token, special=True, **{side: True})], special_tokens=True)
+    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": answer + "c"}]
+    if side == "lstrip":
+        talk[1]["content"] = "c" + answer
+    encoded = encode(stripping, talk * 2, LINES)
+    kept = talk[1]["content"]
+    kept = kept.lstrip() if side == "rstrip" else kept.rstrip()
+    assert trained(stripping, encoded) == [f"{kept}<|end|>"] * 2
+    assert encoded.notes == ({"lost_blanks"} if kept != talk[1]["content"] else frozenset())
+
+
+def test_answer_that_begins_with_its_prompt_is_noted(tokenizer):
+    prompt = {"role": "user", "content": "Name a river. "}
+    for answer, notes in [(" Name a river. The Ebro.", {"repeat_prompt"}), ("The Ebro.", set())]:
+        talk = [prompt, {"role": "assistant", "content": answer}]
+        assert encode(tokenizer, talk).notes == notes
+    short = [{"role": "user", "content": "2 + 3"}, {"role": "assistant", "content": "2 + 3 = 5"}]
+    assert not encode(tokenizer, short).notes
+
+
+OPENS = PLAIN_TEMPLATE.replace("'<|assistant|>' }}", "'<|assistant|><think>\n' }}")
+WRITES = PLAIN_TEMPLATE.replace("m.content", "m.content.replace('hm</th', '<think>hm</th')")
+
+
+@pytest.mark.parametrize("answer", ["hm</think>a", "</think>a", "a</think><think>hm</think>"])
+@pytest.mark.parametrize("loss_on", ["completions", "all"])
+def test_end_of_a_reasoning_that_nothing_begins_is_refused(tokenizer, answer, loss_on):
+    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": answer}]
+    with pytest.raises(RowError, match="reasoning without a beginning: message 2 has </think>"):
+        encode(tokenizer, talk, PLAIN_TEMPLATE, loss_on=loss_on)
+
+
+@pytest.mark.parametrize(
+    ("template", "answer"),
+    [(OPENS, "hm</think>a"), (WRITES, "hm</think>a"), (PLAIN_TEMPLATE, "<think>hm</think>a")],
+)
+def test_reasoning_that_the_prompt_or_the_template_begins_is_trained(tokenizer, template, answer):
+    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": answer}]
+    (text,) = trained(tokenizer, encode(tokenizer, talk, template))
+    assert text.removeprefix("<think>") == "hm</think>a<|end|>"
+
+
+@pytest.mark.parametrize("template", [PLAIN_TEMPLATE, CHAT_TEMPLATE])
+@pytest.mark.parametrize("begin", ["Sure: ", "<|end|>: "])
+def test_prefill_is_one_turn_with_its_continuation_and_not_trained(tokenizer, template, begin):
+    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": f"{begin}an oak"}]
+    sample = conversation(talk, prefills={1: begin})
+    encoded = encode(tokenizer, sample, template)
+    assert trained(tokenizer, encoded) == ["an oak<|end|>"]
+    assert tokenizer.decode(encoded.ids.tolist()).count(f"{begin}an oak") == 1
+    other = template.replace("m.content", "m.content | replace(':', ';')").replace(
+        "message['content']", "message['content'] | replace(':', ';')"
+    )
+    with pytest.raises(RowError, match="turn not found: the chat template rewrites the beginning"):
+        encode(tokenizer, sample, other, allow_unrendered=["assistant", "user"])
+
+
+def test_results_have_the_role_that_the_template_knows(tokenizer):
+    template = PLAIN_TEMPLATE.replace(
+        "'<|' + m.role", "'<|' + ('user' if m.role == 'environment' else m.role)"
+    )
+    talk = [*CHAT[1:3], {"role": "tool", "content": "r"}, CHAT[2]]
+    text = tokenizer.decode(encode(tokenizer, talk, template).ids.tolist())
+    assert "<|user|>r<|end|>" in text
 
 
 def test_text_is_trained_whole_up_to_one_eos_without_a_bos_that_the_tokenizer_does_not_add(

@@ -31,6 +31,9 @@ class Source(Record):
     rows_by_turns: int | None = None  # rows whose turns became examples of their own
     begin_untrained: int | None = None
     """Rows whose first turn, without a prompt, is not trained."""
+    lost_blanks: int | None = None
+    """Rows with blanks around an answer that special tokens of the tokenizer strip."""
+    repeat_prompt: int | None = None  # rows whose answer begins with its prompt
     unrendered: dict[str, int] | None = None
     """Rows with a text that the chat template left out, by its kind (`data.allow_unrendered`)."""
     documents: int | None = None  # documents of its rows, as an epoch takes them

@@ -140,6 +140,12 @@ class ChatTemplate:
         return f"the chat template reads no argument {unknown[0]!r}{hint}; it reads {read}"
 
     @cached_property
+    def role_of_results(self) -> str:
+        """The role under which the template knows results of tools (OLMo's: environment)."""
+        words = keys_in_template(self._source)
+        return next((role for role in ("tool", "environment") if role in words), "tool")
+
+    @cached_property
     def wants_json_arguments(self) -> bool:
         """Whether calls need arguments as JSON text: the template refuses objects (DeepSeek's)."""
         messages = with_short_ids(_CALLED)
@@ -159,14 +165,17 @@ class ChatTemplate:
         return False
 
     def adapted(self, conversation: Conversation) -> Conversation:
-        """Return the conversation with its calls' arguments and ids in the template's form."""
+        """Return the conversation with its calls' arguments and ids, and the role of its results,
+        in the template's form."""
         messages = conversation.messages
-        if not any("tool_calls" in message for message in messages):
+        if not any("tool_calls" in message or message["role"] == "tool" for message in messages):
             return conversation
         if self.wants_json_arguments:
             messages = _with_json_arguments(messages)
         if self.wants_short_ids:
             messages = with_short_ids(messages)
+        if (role := self.role_of_results) != "tool":
+            messages = [m | {"role": role} if m["role"] == "tool" else m for m in messages]
         return (
             conversation
             if messages is conversation.messages

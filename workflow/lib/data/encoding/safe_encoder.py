@@ -38,7 +38,8 @@ class SafeEncoder:
         self.special_pattern = _any_of(list(specials.values()))
         self._names = {text: text.translate(self._guard) for text in specials.values()}
         self._either = _any_of([*self._names, *self._names.values()])
-        self._anchor = next(iter(specials.values()), "")
+        whole = [token.content for token in added.values() if token.special and not token.rstrip]
+        self._anchor = next(iter([*whole, *specials.values()]), "")
         self._tails: dict[tuple[str, bool], list[int]] = {}
 
     @cached_property
@@ -114,6 +115,23 @@ class SafeEncoder:
             if len(text) <= SHORT_TAIL and len(self._tails) < MAX_TAILS:
                 self._tails[text, guarded] = known
         return known
+
+    def turn_span(self, encoding: Encoding, start: int, end: int) -> tuple[int, int]:
+        """Return the tokens [first, stop) of the characters [start, end) behind a prompt
+        (`is_prompt`). A role's token may have taken blanks behind it; it is the prompt's."""
+        return _first_from(encoding, start), token_span(encoding, start, end)[1]
+
+    def strips_blanks(
+        self, encoding: Encoding, ids: list[int], text: str, start: int, span: tuple[int, int]
+    ) -> bool:
+        """Tell whether special tokens took blanks of the turn that begins at `start` and has the
+        tokens `span`: the one before it, or the one at its end."""
+        first, last = span[0], span[1] - 1
+        before, end = (encoding.token_to_chars(token) for token in (max(0, first - 1), last))
+        assert before is not None, "every token has a place"
+        assert end is not None, "every token has a place"
+        takes_begin = first > 0 and ids[first - 1] in self.special_ids and before[1] > start
+        return takes_begin or (ids[last] in self.special_ids and text[end[0]].isspace())
 
     def encode_answer(self, text: str, *, guarded: bool) -> list[int]:
         """Encode rendered text after a prompt, without a blank; raises `ValueError` for one."""

@@ -20,11 +20,16 @@ from workflow.lib.data.encoding.probes import OFFERING_PROBE, PROBE, PROBE_TEXT,
 from workflow.lib.data.encoding.rendered_texts import Turn, TurnText
 from workflow.lib.data.encoding.row_formats import Sample, Weighted
 from workflow.lib.data.encoding.row_values import RowError
-from workflow.lib.data.encoding.safe_encoder import SafeEncoder, token_span
+from workflow.lib.data.encoding.safe_encoder import SafeEncoder
 from workflow.lib.data.encoding.token_rows import TokenRow
 from workflow.lib.data.encoding.trained_turns import LossOn, Rendered, TurnRenderer
 from workflow.lib.settings.data import TextKind
 from workflow.lib.system.errors import UserError, setting_error
+
+# Facts on a row that its user should know: its first turn is not trained, as it has no prompt; the
+# tokenizer strips blanks around an answer; the answer begins with its prompt.
+Note = Literal["begin_untrained", "lost_blanks", "repeat_prompt"]
+SHORTEST_PROMPT = 8  # characters; an answer may begin with a shorter one by chance
 
 
 @dataclass(frozen=True)
@@ -38,8 +43,7 @@ class Encoded:
     """Allowed kinds of text that the template left out of the conversation."""
     weights: npt.NDArray[np.float32] | None = None
     """Of the tokens in the loss, (length,), 0 where the mask is False; None: the mask itself."""
-    begins_untrained: bool = False
-    """The conversation begins with a trained turn, which has no prompt."""
+    notes: frozenset[Note] = frozenset()
     desirable: bool = True  # of a rated answer: whether it is good
 
     def weighted(self, weight: float) -> "Encoded":
@@ -124,7 +128,7 @@ class SampleEncoder:
             return partial(
                 self._encode_chat,
                 rendered,
-                begins_untrained=sample.trained[0],
+                notes=_notes(sample),
                 weights=sample.weights,
             )
         if self._loss_on == "last_turn":
@@ -209,10 +213,10 @@ class SampleEncoder:
         return [Encoded(np.array(row.ids, dtype=np.uint32), mask, held_special_text=False)]
 
     def _encode_chat(
-        self, rendered: Rendered, *, begins_untrained: bool, weights: list[float] | None
+        self, rendered: Rendered, *, notes: frozenset[Note], weights: list[float] | None
     ) -> list[Encoded]:
         if self._loss_on == "all":
-            text, begins_untrained = rendered.texts[0].text, False
+            text, notes = rendered.texts[0].text, notes - {"begin_untrained"}
             ids = self._encoder.encode_rendered(text, guarded=rendered.guarded).ids
             examples = [_encoded(ids, [(0, len(ids))])]
         else:
@@ -220,14 +224,14 @@ class SampleEncoder:
                 e for t in rendered.texts for e in self._examples(t, rendered.guarded, weights)
             ]
         held = bool(rendered.held) and bool(rendered.held & self._template_tokens)
-        if not (held or rendered.unrendered or begins_untrained):
+        if not (held or rendered.unrendered or notes):
             return examples
         return [
             replace(
                 example,
                 held_special_text=held,
                 unrendered=rendered.unrendered,
-                begins_untrained=begins_untrained,
+                notes=example.notes | notes,
             )
             for example in examples
         ]
@@ -240,16 +244,20 @@ class SampleEncoder:
         encoding = self._encoder.encode_rendered(text.text, guarded=guarded)
         ids = encoding.ids  # computed anew at each access
         examples, spans, of_spans = [], [], []
+        notes: set[Note] = set()
         for turn in text.turns:
             weight = None if weights is None else weights[turn.index]
             if self._encoder.is_prompt(encoding, ids, text.text, turn.start, guarded=guarded):
-                spans.append(token_span(encoding, turn.start, turn.stop))
+                span = self._encoder.turn_span(encoding, turn.start, turn.stop)
+                spans.append(span)
+                if self._encoder.strips_blanks(encoding, ids, text.text, turn.start, span):
+                    notes.add("lost_blanks")
                 of_spans += [] if weight is None else [weight]
             else:
                 own = self._own_example(text.text, turn, guarded)
                 examples.append(own if weight is None else own.weighted(weight))
         if spans or not text.turns:
-            examples.append(_encoded(ids, spans, of_spans))
+            examples.append(replace(_encoded(ids, spans, of_spans), notes=frozenset(notes)))
         return examples
 
     def _own_example(self, text: str, turn: Turn, guarded: bool) -> Encoded:
@@ -280,6 +288,18 @@ def _chosen(renderers: Mapping[bool, TurnRenderer], conversation: Conversation) 
     the template `tool_use` in the same way."""
     assert False in renderers, "conversations need a chat template"
     return renderers[bool(conversation.tools) and True in renderers]
+
+
+def _notes(conversation: Conversation) -> frozenset[Note]:
+    """Return the notes that the messages alone give."""
+    notes: set[Note] = {"begin_untrained"} if conversation.trained[0] else set()
+    first = conversation.trained.index(True, 1) if any(conversation.trained[1:]) else 0
+    if first:
+        prompt = conversation.messages[first - 1]["content"].strip()
+        answer = conversation.messages[first]["content"].lstrip()
+        if len(prompt) >= SHORTEST_PROMPT and answer.startswith(prompt):
+            notes.add("repeat_prompt")
+    return frozenset(notes)
 
 
 def _check_arguments(

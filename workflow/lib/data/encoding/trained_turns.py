@@ -9,7 +9,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from workflow.lib.data.encoding.chat_messages import Conversation
+from workflow.lib.data.encoding.chat_messages import (
+    BEGIN_OF_REASONING,
+    END_OF_REASONING,
+    Conversation,
+)
 from workflow.lib.data.encoding.chat_template import ChatTemplate, Spans
 from workflow.lib.data.encoding.message_forms import Message
 from workflow.lib.data.encoding.probes import NEXT_TURNS, PROBE
@@ -17,7 +21,7 @@ from workflow.lib.data.encoding.rendered_texts import RenderedTexts, Turn, TurnT
 from workflow.lib.data.encoding.row_values import RowError, UnwantedRowError, map_texts, texts_of
 from workflow.lib.data.encoding.safe_encoder import SafeEncoder
 from workflow.lib.data.encoding.template_texts import without_reasoning
-from workflow.lib.data.encoding.turn_openings import ReasoningClosedError, TurnOpenings
+from workflow.lib.data.encoding.turn_openings import OPENED, ReasoningClosedError, TurnOpenings
 from workflow.lib.settings.data import TextKind
 
 LossOn = Literal["completions", "last_turn", "all"]
@@ -148,6 +152,8 @@ class TurnRenderer:
         if last["role"] == "assistant" and self._end_of_turn(whole, 0) is None:
             whole += self._next_token(last, whole, 0)
         turns = [n for n, is_trained in enumerate(conversation.trained) if is_trained]
+        for index in turns:
+            self._check_reasoning_begins(conversation, index, "", whole)
         return TurnText(whole, len(conversation.messages), [Turn(n, 0, len(whole)) for n in turns])
 
     def _turn(
@@ -170,7 +176,25 @@ class TurnRenderer:
                 return self._turn(replace(conversation, messages=messages), index, None)
             text = prompt + answer
             blocks = [(len(prompt), len(text))] if blocks else []
-        return self._ended(text, blocks, start=len(prompt), message=message, index=index)
+        text, turn = self._ended(text, blocks, start=len(prompt), message=message, index=index)
+        self._check_reasoning_begins(conversation, index, prompt, text[turn.start : turn.stop])
+        return text, turn
+
+    def _check_reasoning_begins(
+        self, conversation: Conversation, index: int, prompt: str, written: str
+    ) -> None:
+        """Raise `RowError` if a turn ends a reasoning that neither it nor its prompt begins."""
+        before, end, _ = conversation.messages[index]["content"].partition(END_OF_REASONING)
+        if not end or BEGIN_OF_REASONING in before or OPENED.search(prompt):
+            return
+        ends = [written.find(tag) for tag in {end, self._encoder.guard(end)} if tag in written]
+        if ends and BEGIN_OF_REASONING not in written[: min(ends)]:
+            raise RowError(
+                f"reasoning without a beginning: message {index + 1} has {end} and no "
+                f"{BEGIN_OF_REASONING} before it, and its prompt opens none; write "
+                f"{BEGIN_OF_REASONING} at its beginning, or give a template whose prompt opens the "
+                "reasoning in data.chat_template"
+            )
 
     def _ended(
         self, text: str, blocks: Spans, *, start: int, message: Message, index: int

@@ -141,8 +141,9 @@ class TurnOpenings:
             raise _not_found(index)
         rest = text[start + len(opening.header) :]
         closes = opening.close is not None or opening.kept.strip() == END_OF_REASONING
-        if closes and rest.lstrip().startswith(BEGIN_OF_REASONING):  # the text's own, as it stands
-            return _behind(prompt, rest)
+        begins = closes and rest.lstrip().startswith(BEGIN_OF_REASONING)
+        if begins or (opening.close is not None and END_OF_REASONING in rest):
+            return _behind(prompt, rest)  # the text's own, as it stands
         if opening.close is not None:
             return reasoning_of(message) + opening.close + rest.lstrip("\n")
         return opening.kept + rest

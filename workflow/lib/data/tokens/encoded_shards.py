@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ import numpy.typing as npt
 from workflow.lib.data.encoding.keys_read import KeyAccount
 from workflow.lib.data.encoding.preference_rows import prompt_of
 from workflow.lib.data.encoding.row_values import RowError, UnwantedRowError, kind
-from workflow.lib.data.encoding.sample_encoder import Encoded
+from workflow.lib.data.encoding.sample_encoder import Encoded, Note
 from workflow.lib.data.reading.chunks import BrokenRow, Row, Values
 from workflow.lib.data.tokens.overlong import CUT, Overlong, tokens_needed
 from workflow.lib.data.tokens.work_folder import Line
@@ -51,9 +51,8 @@ TABLE = np.dtype(
 
 
 # Rows that are counted: unusable ones; those whose text spells a special token, encoded as text;
-# those with turns as examples of their own (`SampleEncoder`); those whose first turn is not
-# trained, as it has no prompt.
-ROW_COUNTS = ("unusable", "special_token_texts", "rows_by_turns", "begin_untrained")
+# those with turns as examples of their own (`SampleEncoder`); those with a note.
+ROW_COUNTS = ("unusable", "special_token_texts", "rows_by_turns", *get_args(Note))
 
 
 @dataclass
@@ -131,7 +130,7 @@ class ShardBuilder:
         counts = self.facts.counts
         counts["special_token_texts"] += any(encoded.held_special_text for encoded in examples)
         counts["rows_by_turns"] += self._examples == "texts" and len(examples) > 1
-        counts["begin_untrained"] += examples[0].begins_untrained
+        counts.update(frozenset().union(*(encoded.notes for encoded in examples)))
         self.facts.unrendered.update(examples[0].unrendered)
 
     def save(self, stem: Path) -> None:

@@ -6,10 +6,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from workflow.lib.data.encoding.sample_encoder import Note
 from workflow.lib.data.tokens.corpus import SETTING
 from workflow.lib.data.tokens.token_store import REJECTS
 from workflow.lib.settings.data import SpecialTokens
 
+NOTES: dict[Note, str] = {
+    "begin_untrained": "begin with a turn that is not trained: it has no prompt",
+    "lost_blanks": "lose blanks around an answer: special tokens of the tokenizer strip them",
+    "repeat_prompt": (
+        "repeat their prompt at the beginning of the answer, and it is trained there; take it out "
+        "of the answers, unless a model should repeat it"
+    ),
+}
 logger = logging.getLogger("workflow")
 
 
@@ -110,9 +119,9 @@ def _log_sources(sources: Sequence[dict[str, Any]]) -> None:
             "follow",
             by_turns,
         )
-    untrained = sum(source["begin_untrained"] for source in sources)
-    if untrained:
-        logger.info("%d rows begin with a turn that is not trained: it has no prompt", untrained)
+    for note, message in NOTES.items():
+        if rows := sum(source[note] for source in sources):
+            logger.warning("%d rows " + message, rows)
     unrendered: Counter[str] = Counter()
     for source in sources:
         unrendered.update(source["unrendered"])
