@@ -37,6 +37,16 @@ def test_losses_equal_a_naive_reference_in_document_order(model):
     np.testing.assert_allclose([s for s, _ in measured(model, DOCUMENTS)], expected, **CLOSE)
 
 
+def test_losses_of_a_class_that_makes_all_logits_are_the_same(model, monkeypatch):
+    """Qwen's thinkers have no `logits_to_keep`."""
+    expected = measured(model, DOCUMENTS)
+    whole = type(model).forward
+    monkeypatch.setattr(
+        type(model), "forward", lambda *args, logits_to_keep, **named: whole(*args, **named)
+    )
+    assert measured(model, DOCUMENTS) == expected
+
+
 @pytest.mark.parametrize("batch_size", [1, 3, 11, 64])
 def test_losses_do_not_depend_on_the_batch_size(model, batch_size):
     of_size = [s for s, _ in measured(model, DOCUMENTS, batch_size=batch_size)]

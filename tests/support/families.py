@@ -204,6 +204,36 @@ FAMILIES: dict[str, FamilyCase] = {
             **AXES,
         ),
     ),
+    "qwen3_vl_moe": FamilyCase(
+        "experts in one tensor, published transposed",
+        multimodal(
+            "qwen3_vl_moe_text",
+            {"out_hidden_size": 48, "depth": 1, "num_heads": 2, "deepstack_visual_indexes": [0]},
+            **AXES,
+            **MOE,
+        ),
+    ),
+    "minimax_m3_vl": FamilyCase(
+        "a fused gate, published in two tensors",
+        multimodal(
+            "minimax_m3_vl_text",
+            {},
+            **MOE,
+            num_local_experts=5,
+            shared_intermediate_size=64,
+            dense_intermediate_size=80,
+            mlp_layer_types=["dense", "sparse"],
+        ),
+    ),
+    "granite_speech": FamilyCase(
+        "a model without Transformers' switch of recomputation",
+        {
+            "text_config": SIZES | MULTIPLIERS | {"model_type": "granite"},
+            "encoder_config": {"hidden_dim": 24, "num_layers": 1, "num_heads": 2, "dim_head": 12},
+            "projector_config": TOWER | {"encoder_hidden_size": 24},
+            "tie_word_embeddings": False,
+        },
+    ),
     "idefics3": FamilyCase("a text part of another name", multimodal("llama", {})),
     "voxtral": FamilyCase(
         "ears in place of eyes",
@@ -367,6 +397,9 @@ KINDS = {
     "mistral": "sliding windows",
     "deepseek_v3": "latent attention",
     "qwen3_moe": "experts",
+    "qwen3_vl_moe": "experts in one tensor",
+    "minimax_m3_vl": "linears in several tensors",
+    "granite_speech": "a switch of its own",
     "glm4_moe": "a shared expert",
     "qwen3_5_text": "a delta rule",
     "nemotron_h": "Mamba 2",

@@ -49,6 +49,7 @@ from workflow.lib.model.backends import (
     resolve_attention,
     resolve_training_attention,
 )
+from workflow.lib.model.decoder_layers import other_parts
 from workflow.lib.model.documents import Documents, documents_of
 from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.model.layers.lora_linear import VALUES, FusedLoraLinear
@@ -61,7 +62,7 @@ from workflow.lib.model.nf4_model import (
     read_specs,
     say_quantized_,
 )
-from workflow.lib.model.published.converted_reader import ConvertedReader, ModuleNames
+from workflow.lib.model.published.converted_reader import ConvertedReader
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.settings.config import ExportConfig, LoraSettings, RunConfig, TrainConfig
@@ -297,19 +298,20 @@ def merge(folder: Path, run: Path, target: Path, *, onto: str) -> None:
     trained, config = trained_adapter(run), read_json(run / "adapter_config.json")
     model = original_on_meta(folder)
     stacks = expert_stacks(model)
+    others = other_parts(model)
     with (
-        CheckpointReader(folder / "original") as original,
-        ConvertedReader(folder / "original", model) as converted,
+        ConvertedReader(folder / "original", model) as original,
         CheckpointReader(folder / "nf4") as nf4,
     ):
         linears = merged_tensors(
             without_stacks(trained, stacks), config,
-            original=original, nf4=nf4, onto=onto, module_name=ModuleNames(model).of,
+            original=original, nf4=nf4, onto=onto, others=others,
         )  # fmt: skip
         experts = merged_stacks(
-            trained, config, original=converted, nf4=nf4, onto=onto, stacks=stacks
+            trained, config, original=original, nf4=nf4, onto=onto, stacks=stacks
         )
-        write_merged(chain(linears, experts), folder / "original", target, settings=ExportConfig())
+        tensors = chain(linears, experts, original.untrained(others))
+        write_merged(tensors, folder / "original", target, settings=ExportConfig())
 
 
 def stock_model(folder: Path, adapter: Path) -> PeftModel:

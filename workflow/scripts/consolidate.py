@@ -39,8 +39,7 @@ from workflow.lib.model.backends import (
 from workflow.lib.model.decoder_layers import other_parts
 from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.model.nf4_model import build_on_meta
-from workflow.lib.model.published.converted_reader import ConvertedReader, ModuleNames
-from workflow.lib.model.published.decoded_reader import DecodedReader
+from workflow.lib.model.published.converted_reader import ConvertedReader
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.settings.config import RunConfig
 from workflow.lib.system.artifact_files import read_artifact
@@ -138,21 +137,18 @@ def merge(
     model = build_on_meta(args.model, dtype=torch.bfloat16)
     stacks, onto = expert_stacks(model), config.export.merge_onto
     recorded = downloaded_files(args.model)
+    others = other_parts(model)
     with (
-        DecodedReader(args.model, recorded=recorded) as original,
-        ConvertedReader(args.model, model) as converted,
+        ConvertedReader(args.model, model, recorded=recorded) as original,
         CheckpointReader(args.base) as nf4,
     ):
-        tensors = merged_tensors(
+        linears = merged_tensors(
             without_stacks(adapter.tensors, stacks), adapter.config,
-            original=original, nf4=nf4, onto=onto,
-            module_name=ModuleNames(model).of,
-            left=[*converted.left, *converted.stored_in(other_parts(model))],
+            original=original, nf4=nf4, onto=onto, others=others,
         )  # fmt: skip
-        experts = merged_stacks(*adapter, original=converted, nf4=nf4, onto=onto, stacks=stacks)
-        num_bytes = write_merged(
-            chain(tensors, experts), args.model, folder, settings=config.export
-        )
+        experts = merged_stacks(*adapter, original=original, nf4=nf4, onto=onto, stacks=stacks)
+        tensors = chain(linears, experts, original.untrained(others))
+        num_bytes = write_merged(tensors, args.model, folder, settings=config.export)
     replace_chat_template(folder, facts=facts)
     write_generation_config(args.model, folder, facts=facts)
     check_conversations(folder, facts.probes)

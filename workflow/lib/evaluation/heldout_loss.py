@@ -15,6 +15,7 @@ from workflow.lib.data.tokens.token_store import Document
 from workflow.lib.distributed.work_sharing import is_sharded
 from workflow.lib.evaluation.batch_size import batches, fitting_batch_size, halving
 from workflow.lib.model.layers.rotary_by_length import rotated_alike
+from workflow.lib.scores.scoring import kept_logits
 from workflow.lib.system.progress import Progress
 
 # Logits of a batch at most (a document alone may exceed it); weights need more.
@@ -73,12 +74,8 @@ def _batch_losses(
         ids[row, : len(document_ids)] = document_ids
         mask[row, : len(document_ids)] = document_mask
     keep = np.flatnonzero(mask[:, 1:].any(axis=0))  # positions whose logits predict a trained token
-    logits = model(
-        input_ids=torch.from_numpy(ids).to(device),
-        logits_to_keep=torch.from_numpy(keep).to(device),
-        use_cache=False,
-    ).logits
-    assert logits.shape[:2] == (len(documents), len(keep)), "the model ignores logits_to_keep"
+    input_ids, kept = (torch.from_numpy(array).to(device) for array in (ids, keep))
+    logits = kept_logits(model, kept, input_ids=input_ids, use_cache=False)
     rows, columns = np.nonzero(mask[:, keep + 1])
     targets = ids[rows, keep[columns] + 1]
     losses = _token_losses(logits, rows=rows, columns=columns, targets=targets)

@@ -4,7 +4,7 @@ The merged model is streamed by tensor. A server must prompt as in training, so 
 tokenizer, chat template and end tokens, and `check_conversations` proves it."""
 
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -206,58 +206,47 @@ def merged_tensors(
     original: CheckpointReader,
     nf4: CheckpointReader,
     onto: str,
-    module_name: Callable[[str], str] = str,
-    left: Collection[str] = (),
+    others: Collection[str] = (),
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield name and bf16 tensor of the merged model: `merged_weight` for adapted ones, a module's
     own if it was trained whole, or some of its rows were.
 
-    Names are those of the original's files; `module_name` returns the model's name for one
-    (`converted_reader.ModuleNames`). Stacks of experts are left out (`merged_stacks`). left: stored
-    names of tensors that the model has no part for, or that text never passes; they are copied as
-    stored (packed ones decoded). onto: `dequantized` (the trained weights) or `original`. The sum
+    original: by names of the model (`ConvertedReader`); the yielded names are its files'. Stacks of
+    experts are left out (`merged_stacks`), and the modules `others`, which text never passes
+    (`ConvertedReader.untrained`). onto: `dequantized` (the trained weights) or `original`. The sum
     is in fp32, rounded once. Unquantized tensors stay in fp32 in a 16-bit checkpoint. Raises
     `UserError` if an adapter belongs to no tensor of the model."""
     pending = {name.removesuffix(".lora_A.weight") for name in adapter if ".lora_A." in name}
     whole = {name for name in adapter if ".lora_" not in name}
     indices: dict[str, list[int]] = adapter_config.get("trainable_token_indices") or {}
-    untouched = frozenset(left)
-    narrow = _stored_in_16_bits(original, nf4, module_name)
-    for stored in original.names():
-        if stored in untouched:
-            yield stored, original.tensor(stored)
-            continue
-        name = module_name(stored)
-        if f"{name}.{STATE_SUFFIX}" in nf4:
-            continue
-        kept = narrow and original.dtype(stored) == "F32"  # a router's bias needs its digits
-        if f"{PREFIX}{name}" in whole:
-            whole.discard(f"{PREFIX}{name}")
-            trained = adapter[f"{PREFIX}{name}"]
-            yield stored, trained if kept else trained.to(torch.bfloat16)
+    outside = tuple(f"{path}." for path in others)
+    narrow = _stored_in_16_bits(original, nf4)
+    for name in original.names():
+        if name.startswith(outside) or f"{name}.{STATE_SUFFIX}" in nf4:
             continue
         path = name.removesuffix(".weight")
         key = f"{PREFIX}{path}"
-        if path in indices:
+        quantized = f"{path}.{STATE_SUFFIX}" in nf4
+        kept = narrow and original.dtype(name) == "F32"  # a router's bias needs its digits
+        kept = kept and not quantized
+        if f"{PREFIX}{name}" in whole:
+            whole.discard(f"{PREFIX}{name}")
+            weight = adapter[f"{PREFIX}{name}"]
+        elif path in indices:
             rows = adapter[f"{key}.{ROWS_TENSOR}"].to(torch.bfloat16)
             whole.discard(f"{key}.{ROWS_TENSOR}")
-            table = original.tensor(stored).to(rows.dtype)
-            yield stored, table.index_copy(0, torch.tensor(indices[path]), rows)
-            continue
-        quantized = f"{path}.{STATE_SUFFIX}" in nf4
-        if kept and not quantized:
-            yield stored, original.tensor(stored)
-            continue
-        weight = (
-            dequantized_weight(nf4, path)
-            if quantized and onto == "dequantized"
-            else original.tensor(stored)
-        )
+            table = original.tensor(name).to(rows.dtype)
+            weight = table.index_copy(0, torch.tensor(indices[path]), rows)
+        elif quantized and onto == "dequantized":
+            weight = dequantized_weight(nf4, path)
+        else:
+            weight = original.tensor(name)
         if key in pending and path != name:
             pending.discard(key)
             scale = adapter_scale(adapter_config, path)
             weight = merged_weight(weight.float(), adapter, key, scale=scale)
-        yield stored, weight.to(torch.bfloat16) if weight.is_floating_point() else weight
+        rounded = weight.is_floating_point() and not kept
+        yield from original.parts(name, weight.to(torch.bfloat16) if rounded else weight)
     if pending | whole:
         raise UserError(
             f"the adapter has tensors for {min(pending | whole)}, which the model has not. Check "
@@ -265,12 +254,9 @@ def merged_tensors(
         )
 
 
-def _stored_in_16_bits(
-    original: CheckpointReader, nf4: CheckpointReader, module_name: Callable[[str], str]
-) -> bool:
+def _stored_in_16_bits(original: CheckpointReader, nf4: CheckpointReader) -> bool:
     """Tell whether the quantized weights are stored in 16 bits."""
-    names = original.names()
-    paths = ((name, module_name(name).removesuffix(".weight")) for name in names)
+    paths = ((name, name.removesuffix(".weight")) for name in original.names())
     first = next((name for name, path in paths if f"{path}.{STATE_SUFFIX}" in nf4), None)
     return first is not None and original.dtype(first) != "F32"
 

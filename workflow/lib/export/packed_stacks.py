@@ -31,6 +31,7 @@ from workflow.lib.model.architecture.adapter_targets import adapter_scale, by_pa
 from workflow.lib.model.architecture.stack_names import PREFIX, StackNames
 from workflow.lib.model.layers.expert_stacks import ExpertStack, expert_stacks
 from workflow.lib.model.layers.nf4_linear import CHECKPOINT_SUFFIX, CODE_SUFFIX, STATE_SUFFIX
+from workflow.lib.model.nf4_model import HAS_ITS_VALUE
 from workflow.lib.model.published.converted_reader import ConvertedReader, ModuleNames, is_by_expert
 from workflow.lib.model.safetensors_reader import CheckpointReader
 
@@ -214,8 +215,23 @@ class NF4Tensor(torch.Tensor):
         return func(*plain_args, **plain_kwargs)
 
 
+# Begins the names of linears that stand for stacks: Transformers' conversions of published stacks
+# do not match them.
+LINEAR = "nf4_"
+
+
+def linear_names(stacks: Iterable[str]) -> dict[str, str]:
+    """Return Transformers' `key_mapping` from names of an NF4 checkpoint to those linears."""
+    patterns = {
+        (r"\.\d+".join(map(re.escape, re.split(r"\.\d+(?=\.)", parent))), name)
+        for parent, _, name in (path.rpartition(".") for path in stacks)
+    }
+    return {rf"^({parent})\.{name}\.": rf"\1.{LINEAR}{name}." for parent, name in patterns}
+
+
 def with_linears(model: PreTrainedModel) -> type[PreTrainedModel]:
-    """Return a model's class with a linear (experts * out, in) for each stack (model: on meta)."""
+    """Return a model's class with a linear (experts * out, in) for each stack (model: on meta),
+    named as in `linear_names`."""
     family = type(model)
     stacks = expert_stacks(model)
 
@@ -227,11 +243,18 @@ def with_linears(model: PreTrainedModel) -> type[PreTrainedModel]:
             module = self.get_submodule(parent)
             delattr(module, name)
             linear = nn.Linear(in_features, experts * out_features, bias=False, device="meta")
-            module.register_module(name, linear)
+            module.register_module(f"{LINEAR}{name}", linear)
+            setattr(module, name, _initialized())  # the family's initialization looks for it
 
     # Transformers identifies the family by this name and module
     body = {"__init__": build, "__module__": family.__module__}
     return type(family.__name__, (family,), body)
+
+
+def _initialized() -> torch.Tensor:
+    tensor = torch.empty(0)
+    setattr(tensor, HAS_ITS_VALUE, True)
+    return tensor
 
 
 def pack_(model: nn.Module, stacks: Mapping[str, ExpertStack], *, linears: Collection[str]) -> None:
@@ -240,8 +263,9 @@ def pack_(model: nn.Module, stacks: Mapping[str, ExpertStack], *, linears: Colle
     whose weight PEFT wraps as a parameter, which becomes an `NF4Tensor` too."""
     for path, stack in stacks.items():
         parent, _, name = path.rpartition(".")
-        packed, state = _loaded(model, path)
+        packed, state = _loaded(model, f"{parent}.{LINEAR}{name}")
         module = model.get_submodule(parent)
+        delattr(module, f"{LINEAR}{name}")
         delattr(module, name)
         tensor = NF4Tensor(packed, state, stack.shape, transposed=stack.transposed)
         module.register_parameter(name, nn.Parameter(tensor, requires_grad=False))

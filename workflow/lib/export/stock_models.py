@@ -32,7 +32,12 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
-from workflow.lib.export.packed_stacks import names_of_experts, pack_, with_linears
+from workflow.lib.export.packed_stacks import (
+    linear_names,
+    names_of_experts,
+    pack_,
+    with_linears,
+)
 from workflow.lib.kernels.nf4.decode import decoded
 from workflow.lib.model.architecture.quantization_settings import QUANTIZATION
 from workflow.lib.model.layers.expert_stacks import expert_stacks
@@ -70,6 +75,7 @@ def load_base(
         device_map="sequential" if device == torch.device("cuda") else {"": device},
         dtype=compute_dtype,
         attn_implementation=attention,
+        key_mapping=linear_names(stacks) or None,
         **decoding,
     )
     refuse_unmatched(

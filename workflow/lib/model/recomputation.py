@@ -41,10 +41,8 @@ def _random_states(devices: Collection[torch.device]) -> list[torch.Tensor]:
 
 
 def checkpoint_activations_(model: PreTrainedModel, numbers: Collection[int]) -> None:
-    """Recompute the decoder layers of these numbers in backward, by Transformers' own switch."""
-    # renamed in Transformers 5.2x; the old name warns there and will go in v6
-    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    enable({"use_reentrant": False})
+    """Recompute the decoder layers of these numbers in backward, by the switch of Transformers'
+    layers. That of a whole model is refused where its other parts have none (Granite Speech)."""
     for number, layer in enumerate(decoder_layers(model)):
         switched: Any = layer
         switched.gradient_checkpointing = number in numbers

@@ -121,6 +121,10 @@ class CheckpointReader:
         for number in range(self.shape(name)[0])[start:stop]:
             yield self.rows(name, number, number + 1)[0]
 
+    def parts(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield stored name and tensor of all that `tensor` reads, given a new value of it."""
+        yield name, tensor
+
     def nf4_parts(self, name: str) -> dict[str, torch.Tensor] | None:
         """Return the stored parts of a weight that is decoded from NF4; None for another."""
         return None

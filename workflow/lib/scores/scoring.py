@@ -196,12 +196,18 @@ class WholeModel:
         every = [trained.to(self._device) for trained in one.trained]
         columns = torch.cat(every).sub(1).unique()
         inputs = self._prepared.inputs(ids, positions)
-        logits = self._model(**inputs, logits_to_keep=columns).logits
-        assert logits.shape[1] == len(columns), "the model ignores logits_to_keep"
+        logits = kept_logits(self._model, columns, **inputs)
         places = [torch.searchsorted(columns, trained - 1) for trained in every]
         wanted = torch.cat([logits[row, place] for row, place in enumerate(places)])
         targets = torch.cat([ids[row, trained] for row, trained in enumerate(every)])
         return scores_of(wanted, targets, top_k=self._top_k, vocabulary=self._vocabulary)
+
+
+def kept_logits(model: Any, columns: torch.Tensor, **inputs: Any) -> torch.Tensor:
+    """Return the logits (rows, columns, vocabulary) at these positions; a class without
+    `logits_to_keep` (Qwen's thinkers) makes those of all."""
+    logits: torch.Tensor = model(**inputs, logits_to_keep=columns).logits
+    return logits if logits.shape[1] == len(columns) else logits[:, columns]
 
 
 def _stacked(rows: Sequence[Row]) -> tuple[torch.Tensor, torch.Tensor]:

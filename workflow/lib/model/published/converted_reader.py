@@ -4,6 +4,7 @@ Published files have other names, and one tensor a projection or expert where a 
 Transformers' own conversions are applied to one tensor, or one expert, at a time."""
 
 import copy
+import math
 import re
 from collections.abc import Iterable, Iterator, Set
 from pathlib import Path
@@ -190,12 +191,28 @@ class ConvertedReader(DecodedReader):
             for stored, expert in zip(zip(*columns, strict=True), experts, strict=True):
                 yield from zip(stored, _separated(expert, converter), strict=True)
             return
-        back: Any = converter.reverse_transform()
-        back.add_tensor(name, name, back.source_patterns[0], torch.stack([*experts]))
-        made = back.convert(name, model=self._model, config=self._model.config)
-        ((only, _),) = self._stored[name]
-        (whole,) = made.values()
-        yield only, whole
+        yield from self.parts(name, torch.stack([*experts]))
+
+    def parts(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield stored name and tensor of all parts of a model's tensor: the inverse of `tensor`.
+        Conversions move elements; those of the elements' numbers tell where from."""
+        if (only := self._only_stored(name)) is not None:
+            yield only, tensor
+            return
+        shapes = {s: super(ConvertedReader, self).shape(s) for s, _ in self._stored[name]}
+        sizes = [math.prod(shape) for shape in shapes.values()]
+        numbers = torch.arange(sum(sizes)).split(sizes)
+        sources = {s: x.view(shapes[s]) for s, x in zip(shapes, numbers, strict=True)}
+        order = self._converted(name, sources).flatten()
+        stored = torch.empty_like(tensor).flatten().index_copy(0, order, tensor.flatten())
+        for part, values in zip(shapes, stored.split(sizes), strict=True):
+            yield part, values.view(shapes[part])
+
+    def untrained(self, parts: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield stored name and tensor (decoded, if packed) of these modules, and of all that no
+        part of the model loads."""
+        for stored in dict.fromkeys([*self.left, *self.stored_in(parts)]):
+            yield stored, super().tensor(stored)
 
     def owner(self, name: str) -> str:
         """Return the name of a tied tensor's owner, or the tensor's own."""
