@@ -21,7 +21,6 @@ include: "workflow/rules/preview.smk"
 include: "workflow/rules/quantize_base.smk"
 include: "workflow/rules/score_tokens.smk"
 include: "workflow/rules/preflight_run.smk"
-include: "workflow/rules/check_servable.smk"
 include: "workflow/rules/finetune.smk"
 include: "workflow/rules/consolidate.smk"
 include: "workflow/rules/export_step.smk"
@@ -33,11 +32,7 @@ include: "workflow/rules/check_served.smk"
 include: "workflow/rules/write_card.smk"
 include: "workflow/rules/render_report.smk"
 include: "workflow/rules/require_gain.smk"
-include: "workflow/rules/certify_run.smk"
-include: "workflow/rules/verify.smk"
-include: "workflow/rules/rewind.smk"
 include: "workflow/rules/publish_run.smk"
-include: "workflow/rules/probe.smk"
 
 
 localrules:
@@ -48,9 +43,6 @@ localrules:
     train,
     evaluate,
     report,
-    certify,
-    verify,
-    rewind,
     publish,
 
 
@@ -66,7 +58,6 @@ rule preflight:
     input:
         rules.tokenize.input,
         predictions=of_runs("preflight_run", "preflight.json", names=RUNS),
-        servable=[servable(name) for name in SERVED],
     log:
         "logs/preflight/preflight.log",
     conda:
@@ -114,12 +105,6 @@ rule report:
     input:
         rules.evaluate.input,
         rules.render_report.output,
-
-
-# Certificates of the runs; no part of `all`.
-rule certify:
-    input:
-        of_runs("certify_run", "certificate.json", names=RUNS),
 
 
 # Uploads to the repositories of `export.hub_repo`; no part of `all`.

@@ -57,7 +57,6 @@ def test_missing_path_names_setting_run_and_change(tmp_path, section, key):
         ("model", "source", "base/model.safetensors", "it is a file. Name a folder"),
         ("evaluate", "tasks_dir", "train.jsonl", "it is a file. Name a folder"),
         ("data", "chat_template", "base", "it is a folder. Name a file in it"),
-        ("export", "signing_key", "base", "it is a folder. Name a file in it"),
         ("quantize", "calibration_text", "base", "it is a folder. Name a file in it"),
     ],
 )

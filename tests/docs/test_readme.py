@@ -166,8 +166,7 @@ def test_artifacts_of_the_readme_are_there_after_its_commands(project):
     patterns = [re.sub(r"<\w+>", "*", path).rstrip("/") for path in paths if "/" in path]
     assert len(patterns) >= 12
     missing = [pattern for pattern in patterns if not list(project.glob(pattern))]
-    asked_for = ["check_served", "certify_run/certificate.json"]
-    others = ["export_step/*", "convert_gguf", *asked_for]
+    others = ["export_step/*", "convert_gguf", "check_served"]
     others = ["results/extended/*-*", *(f"results/runs/*/{path}" for path in others)]
     assert {*missing} == {*others}, "which need more than a run"
 

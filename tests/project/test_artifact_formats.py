@@ -26,10 +26,8 @@ OTHERS_FORMATS = {
         "lib/export/adapter_files.py",
         "lib/export/extended_model.py",
         "lib/export/gguf_files.py",
-        "lib/export/narrow_model.py",
         "lib/quantization/nf4_checkpoint.py",
         "lib/system/files.py",
-        "scripts/certify_run.py",  # an in-toto statement
         "scripts/quantize_base.py",
     },
 }

@@ -9,7 +9,8 @@ from tests.support.forked_stage import forked_stage, refusal_of
 from tests.support.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from tests.support.tiny_export import exported_run, random_documents, tiny_tokens
 from tests.system.test_checksums import flip, flip_tensor
-from workflow.lib.evaluation.certificate import statement
+from workflow.lib.artifacts.evaluation_record import ITEMS, Evaluation, Items
+from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.report.verdict import read_measured
 from workflow.lib.settings.config import EvaluateConfig
 from workflow.lib.system.files import read_json, write_checksums
@@ -72,19 +73,16 @@ def test_stage_succeeds_and_writes_its_artifacts_as_the_report_reads_them(finish
 
 def test_numbers_of_every_subject_follow_from_the_items(finished):
     evaluation = finished[1] / "evaluation"
-    said = statement(
-        "demo",
-        [],
-        certificate=Path("x"),
-        published=evaluation,
-        evaluation=evaluation,
-        licences={"model": None, "data": None},
-        require={},
-    )
-    assert list(said.predicate.measured) == MEASURED
-    for found in said.predicate.measured.values():
-        assert found["heldout"]["documents"] == 7
-        assert list(found["tasks"]) == ["local", "writes"]
+    items = read_record(evaluation / ITEMS, Items)
+    assert list(items.subjects) == MEASURED
+    assert list(items.overlap) == ["local", "writes"]
+    for name, subject in items.subjects.items():
+        found = read_record(evaluation / f"{name}.json", Evaluation)
+        losses = [document.loss_sum for document in subject.losses]
+        assert sum(losses) / found.heldout.trained_tokens == pytest.approx(found.heldout.loss)
+        for task in subject.tasks:
+            mean = sum(value for *_, value in task.values) / len(task.values)
+            assert mean == pytest.approx(found.tasks[task.task].metrics[task.metric].value)
 
 
 def numbers(output):

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from huggingface_hub import ModelCard
 
-from tests.support.certificates import add_items, certify
 from tests.support.forked_stage import command_line
 from tests.support.hub_server import WRITE_TOKEN, HubRepo, start_hub
 from tests.support.report_examples import edit, write_run
@@ -31,21 +30,17 @@ def run(tmp_path):
     (adapter / "adapter_model.safetensors").write_bytes(b"weights")
     write_checksums(adapter)
     (adapter / "README.md").write_text(CARD)
-    add_items(folder)
-    certify(tmp_path, "demo")
     return folder
 
 
 def uploaded(run):
     """Return the content of what should be there, by name."""
     adapter = run / "consolidate" / "adapter"
-    beside = [run / "certify_run" / "certificate.json", run / "evaluate_run" / "items.json"]
-    return {path.name: path.read_bytes() for path in [*adapter.iterdir(), *beside]}
+    return {path.name: path.read_bytes() for path in adapter.iterdir()}
 
 
 def publish(run, endpoint, *, token=WRITE_TOKEN, **export):
-    """Publish from the folder above, as names in a certificate begin there."""
-    root, run = run.parents[1], run.relative_to(run.parents[1])
+    root = run.parents[1]
     adapter = run / "consolidate" / "adapter"
     options = {
         "config": {"export": {"hub_repo": "acme/demo", **export}},
@@ -54,8 +49,6 @@ def publish(run, endpoint, *, token=WRITE_TOKEN, **export):
         "card": adapter / "README.md",
         "summary": run / "finetune" / "summary.json",
         "parity": run / "consolidate" / "parity.json",
-        "certificate": run / "certify_run" / "certificate.json",
-        "evaluation": run / "evaluate_run",
         "output": run / "publish_run" / "published.json",
     }
     command = [sys.executable, "-m", "workflow.scripts.publish_run", *command_line(options)]
@@ -99,7 +92,6 @@ def test_upload_that_broke_off_goes_on_with_the_files_that_are_missing(run):
     second.write_bytes(b"other weights")
     write_checksums(adapter)
     (adapter / "README.md").write_text(CARD)
-    certify(run.parents[1], "demo")
     oids = {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in (first, second)}
     repo = HubRepo({})
     repo.refused = {oids[second]}
@@ -153,13 +145,6 @@ def fail_parity(run):
     edit(run / "consolidate" / "parity.json", lambda d: d.update(passed=False))
 
 
-def state_another_loss(run):
-    path = run / "certify_run" / "certificate.json"
-    said = read_json(path)
-    said["predicate"]["measured"]["tuned"]["heldout"]["loss"] = 1.0
-    write_json(path, said)
-
-
 def damage_weights(run):
     (run / "consolidate" / "adapter" / "adapter_model.safetensors").write_bytes(b"rotten!")
 
@@ -172,7 +157,6 @@ def damage_weights(run):
         (name_folder_of_base_in_card, "4-bit weights that only this machine has"),
         (fail_training_check, "a check failed (Gathered weights equal"),
         (fail_parity, "a check failed (the exported adapter gives"),
-        (state_another_loss, "which does not follow from the items"),
         (damage_weights, "adapter_model.safetensors is damaged"),
     ],
 )

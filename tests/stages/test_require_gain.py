@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import pytest
 
 from tests.support.forked_stage import forked_stage
-from tests.support.report_examples import evaluation, rewards
+from tests.support.report_examples import evaluation, items, rewards
 from tests.support.workflow_project import Finished, Project, executed, make_project
-from workflow.lib.artifacts.evaluation_record import Evaluation
+from workflow.lib.artifacts.evaluation_record import ITEMS, Evaluation
 from workflow.lib.report.verdict import Measured, refuse_unmet, verdicts
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import read_checked_json, write_checked_json
@@ -27,7 +27,7 @@ def judged(require, *, by="estimate", change=None):
     base, tuned = (
         Evaluation.model_validate_json(json.dumps(d)) for d in (evaluation("demo", "base"), content)
     )
-    return verdicts(require, Measured({"base": base, "tuned": tuned}), by=by)
+    return verdicts(require, Measured({"base": base, "tuned": tuned}, {}), by=by)
 
 
 @pytest.mark.parametrize(
@@ -112,6 +112,7 @@ def gate(folder, least):
     evaluations = folder / "runs" / "demo" / "evaluate_run"
     write_checked_json(evaluations / "tuned.json", TUNED)
     write_checked_json(evaluations / "base.json", evaluation("demo", "base"))
+    write_checked_json(evaluations / ITEMS, items("demo"))
     config = {"demo": {"require": {"heldout_loss": least}, "require_by": "estimate"}}
     output = folder / "requirements.json"
     return forked_stage("require_gain", config=config, runs_dir=folder / "runs", output=output)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.finished import save_tokens
 from tests.support.llama_cpp_model import add_companions, prepare, prepare_mixture, random_adapter
-from tests.support.served_export import check, evaluate, stock, try_server
+from tests.support.served_export import check, evaluate, stock
 from tests.support.shared import made_once
 from workflow.lib.artifacts.evaluation_record import Evaluation
 from workflow.lib.artifacts.layout import SERVING
@@ -153,23 +153,3 @@ def test_vllm_serves_smollm2_after_some_steps(tmp_path):
     found = check(tmp_path, "tuned_on_original", tmp_path / "measured", **VLLM)
     assert found.worst_document < found.bound
     assert all(part.share == pytest.approx(1.0, abs=0.01) for part in found.parts)
-
-
-def test_settings_that_vllm_serves_pass_before_the_training(exported, tmp_path):
-    found = try_server(exported / "model", tmp_path, r=9, rank_pattern={"q_proj": 4}, **VLLM)
-    assert found["parts"].keys() == {"adapter", "mlp", "self_attn"}
-    assert all(share == pytest.approx(1.0, abs=0.01) for share in found["parts"].values())
-
-
-@pytest.mark.parametrize(
-    ("lora", "words"),
-    [
-        ({"use_dora": True}, r"refuses .*DoRA.*'use_dora': True"),
-        ({"r": 600}, r"--max-lora-rank: invalid choice.*'r': 600"),
-    ],
-)
-def test_settings_are_refused_before_the_training_in_the_words_of_vllm(
-    exported, tmp_path, lora, words
-):
-    with pytest.raises(UserError, match=rf"(?s){words}.*Change lora, set export\.merged"):
-        try_server(exported / "model", tmp_path, **lora, **VLLM)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.plans import make_forecast, make_plan, tried_plan
+from workflow.lib.artifacts.evaluation_record import ITEMS
 from workflow.lib.artifacts.records import Provenance, ServedCheck, ServedPart
 from workflow.lib.settings.subjects import SUBJECTS
 from workflow.lib.system.artifact_files import read_lines, write_lines
@@ -296,6 +297,20 @@ def evaluation(run: str, subject: str) -> dict[str, Any]:
     return result
 
 
+def items(run: str) -> dict[str, Any]:
+    """Return the items of an evaluation without subjects: of four items of the task one is too
+    short to judge, two have a fifth of their tokens in training rows, one has all of them."""
+    return {
+        "run": run,
+        "resamples": 100,
+        "seed": 0,
+        "served": "tuned",
+        "subjects": {},
+        "overlap": {"pydocs_mc": [0.0, None, 0.25, 1.0]},
+        "provenance": provenance("evaluate_run"),
+    }
+
+
 def manifest() -> dict[str, Any]:
     split = {
         "rows_read": 2003,
@@ -341,6 +356,7 @@ def manifest() -> dict[str, Any]:
         "dropped_by_reason": {"empty completion": 5, "not an object": 1},
         "train_heldout_overlap": 3,
         "train_heldout_near_duplicates": 2,
+        "licences": {"model": "apache-2.0", "data": None},
         "files": {"heldout.input_ids.npy": "dd" * 32},
         "samples": [
             [
@@ -382,6 +398,7 @@ def write_run(root: Path, name: str, *, num_steps: int = 211, rate: float = 2e-4
     write_checksums(folder / "consolidate" / "adapter")
     for subject in ("base", "tuned"):
         write_checked_json(folder / "evaluate_run" / f"{subject}.json", evaluation(name, subject))
+    write_checked_json(folder / "evaluate_run" / ITEMS, items(name))
     write_checked_json(root / "tokens" / f"{name}-data" / "manifest.json", manifest())
     return folder
 
@@ -461,11 +478,14 @@ def add_preferences(
         )
 
 
+def evaluations(folder: Path) -> list[Path]:
+    return [path for path in (folder / "evaluate_run").glob("*.json") if path.name != ITEMS]
+
+
 def add_subject(folder: Path, subject: str, *, loss: float) -> None:
     """Add an evaluation to the run in `folder`: the tuned one's with this held-out loss, compared
     with all that are there."""
-    measured = (folder / "evaluate_run").glob("*.json")
-    others = {path.stem: read_checked_json(path) for path in measured}
+    others = {path.stem: read_checked_json(path) for path in evaluations(folder)}
     document = others["tuned"] | {"subject": subject, "served": False}
     document["heldout"] = document["heldout"] | {"loss": loss}
     document["comparisons"] = {
@@ -479,7 +499,7 @@ def add_subject(folder: Path, subject: str, *, loss: float) -> None:
 def add_original(folder: Path, *, loss: float) -> None:
     add_subject(folder, "original", loss=loss)
     original = read_checked_json(folder / "evaluate_run" / "original.json")
-    for path in (folder / "evaluate_run").glob("*.json"):
+    for path in evaluations(folder):
         if path.stem != "original":
             own = read_checked_json(path)["heldout"]["loss"]
             edit(

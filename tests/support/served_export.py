@@ -11,8 +11,7 @@ from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.evaluation.heldout_loss import heldout_losses
 from workflow.lib.export.parity import RELATIVE_TOLERANCE
 from workflow.lib.export.stock_models import load_adapter, load_base
-from workflow.lib.system.files import read_json, write_checked_json
-from workflow.scripts.check_servable import main as check_servable
+from workflow.lib.system.files import write_checked_json
 from workflow.scripts.check_served import main
 
 CPU = torch.device("cpu")
@@ -57,21 +56,6 @@ def evaluate(folder, form, output):
     tolerance = RELATIVE_TOLERANCE[torch.float32] * rms
     checked = parity() | {"tolerance": tolerance, "compute_dtype": "float32"}
     write_checked_json(output / "parity.json", checked)
-
-
-def try_server(model, folder, *, served="tuned_on_original", python=None, llama_cpp=None, **lora):
-    """Try a server before the training, in the stage's way; return what is recorded."""
-    check_servable(
-        argparse.Namespace(
-            config={"model": {}, "lora": lora},
-            python=python,
-            llama_cpp=llama_cpp,
-            served=served,
-            model=model,
-            output=folder / "servable.json",
-        )
-    )
-    return read_json(folder / "servable.json")
 
 
 def check(folder, form, output, **server):

@@ -94,12 +94,6 @@ if workflow.modifier.namespace:
 
 config = overridden(config, given)
 
-# Options that are no settings of runs: `snakemake --cores 1 verify --config certificate=FILE signed_by=PUBLIC_KEY`, and
-# `snakemake --cores 1 rewind --config rewind=RUN@STEP`.
-CERTIFICATE, SIGNED_BY, REWIND = (
-    config.pop(name, None) for name in ("certificate", "signed_by", "rewind")
-)
-
 STARTED = time.time()
 
 
@@ -164,9 +158,6 @@ STRICTEST_LAST = sorted(RUNS.values(), key=lambda run: -run.data.max_rejected_sh
 BY_TOKENS = {Path(layout.tokens_dir(run)).name: run for run in STRICTEST_LAST}
 BY_BASE = {Path(layout.base_dir(run)).name: run for run in RUNS.values()}
 BY_SCORES = {Path(model.scores).name: name for name, model in SCORED.items()}
-BY_SERVABLE = {
-    Path(layout.servable_dir(run)).name: run for run in RUNS.values() if run.export.serve != "none"
-}
 BY_MODEL = {Path(layout.description(run)).parent.name: run for run in RUNS.values()}
 MERGED = [name for name, run in RUNS.items() if run.export.merged]
 IN_GGUF = [name for name, run in RUNS.items() if run.export.gguf]
@@ -205,7 +196,6 @@ wildcard_constraints:
     base=any_of(BY_BASE),
     scores=any_of(BY_SCORES),
     model=any_of(BY_MODEL),
-    servable=any_of(BY_SERVABLE),
     kind="model|dataset|adapter|scored",
 
 

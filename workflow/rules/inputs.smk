@@ -2,11 +2,8 @@
 
 
 def checkpoint_folder(wildcards, input):
-    return checkpoints_of(wildcards.run, input)
-
-
-def checkpoints_of(name, input):
     """Return the folder of a run's checkpoints, named by its settings and the content of the inputs that decide its adapter."""
+    name = wildcards.run
     # The error of a missing input makes Snakemake ask again later.
     scores = [placed(folder) for folder in scores_folder(name)]
     for path in (input.tokens, input.base, *input.start, *scores):
@@ -88,20 +85,6 @@ def server(name):
     return {"vllm": layout.SERVING, "llama_cpp": gguf}[RUNS[name].export.serve]
 
 
-def trial_options(run, input):
-    """Return the options of a trial of the server: the programs that make and serve files, and the served form."""
-    server = {
-        "vllm": ["--python", layout.SERVING],
-        "llama_cpp": ["--llama-cpp", input.converter or run.export.llama_cpp],
-    }
-    return [*server[run.export.serve], "--served", run.served]
-
-
-def servable(name):
-    """Return the proof that a run's exported files can be served, if they will be."""
-    return f"{layout.servable_dir(RUNS[name])}/servable.json" if name in SERVED else []
-
-
 def served_check(name):
     """Return the check of a run's exported files in a server, if there is one."""
     return f"{layout.stage_dir(name, 'check_served')}/served.json" if name in SERVED else []
@@ -146,33 +129,6 @@ def publications():
     return [f"{layout.stage_dir(name, 'publish_run')}/published.json" for name in named]
 
 
-def certified_folders(name):
-    """Return the folders of exported files in a certificate, beside base and adapter."""
-    gguf = [layout.stage_dir(name, "convert_gguf")] if name in IN_GGUF else []
-    return [*([merged_model(name)] if name in MERGED else []), *gguf, *step_adapters(name)]
-
-
-def rewound():
-    """Return the run and the step of `rewind` on the command line."""
-    name, _, step = str(REWIND).partition("@")
-    if name not in RUNS or not re.fullmatch("[0-9]{1,10}", step):
-        raise WorkflowError(
-            f"rewind = {REWIND}: it must be RUN@STEP (runs: {', '.join(RUNS)}), the step of a checkpoint: "
-            "snakemake --cores 1 rewind --config rewind=RUN@STEP"
-        )
-    return name, int(step)
-
-
-def verified_options():
-    """Return the options of `verify` from the command line."""
-    if CERTIFICATE is None:
-        raise WorkflowError(
-            "Nothing is verified: name a file, a folder or a hub id: snakemake --cores 1 verify --config certificate=FILE_OR_REPO"
-        )
-    signer = [] if SIGNED_BY is None else ["--signed-by", SIGNED_BY]
-    return ["--certificate", CERTIFICATE, *signer]
-
-
 def is_named(target):
     """Whether the command line names this target, also within a module's prefix."""
     return any(re.fullmatch(rf"\w*{target}", word) for word in sys.argv)
@@ -180,21 +136,9 @@ def is_named(target):
 
 # Here, since Snakemake shows a traceback for errors of a rule's functions.
 if workflow.is_main_process:
-    if REWIND is not None or is_named("rewind"):
-        rewound()
-    if REWIND is not None and not is_named("rewind"):
-        raise WorkflowError(
-            f"rewind = {REWIND}: only the target of this name goes back: snakemake --cores 1 rewind --config rewind={REWIND}"
-        )
     if is_named("publish") and not any(run.export.hub_repo for run in RUNS.values()):
         raise WorkflowError(
             "export.hub_repo names no repository, so there is nothing to publish. Set it to owner/name."
-        )
-    if is_named("verify"):
-        verified_options()
-    elif CERTIFICATE is not None or SIGNED_BY is not None:
-        raise WorkflowError(
-            "certificate and signed_by are read by the target verify alone: snakemake --cores 1 verify --config certificate=FILE_OR_REPO"
         )
 
 

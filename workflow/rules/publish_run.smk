@@ -5,8 +5,6 @@ rule publish_run:
         card="results/runs/{run}/consolidate/adapter/README.md",
         summary="results/runs/{run}/finetune/summary.json",
         parity="results/runs/{run}/consolidate/parity.json",
-        certificate="results/runs/{run}/certify_run/certificate.json",
-        evaluation="results/runs/{run}/evaluate_run",
         requirements=lambda w: requirements(),
     output:
         "results/runs/{run}/publish_run/published.json",
@@ -20,5 +18,4 @@ rule publish_run:
     shell:
         "python -m workflow.scripts.publish_run --config {params.config:q} --run {wildcards.run:q}"
         " --folder {params.folder:q} --card {input.card:q} --summary {input.summary:q}"
-        " --parity {input.parity:q} --certificate {input.certificate:q} --evaluation {input.evaluation:q}"
-        " --output {output:q} --log {log:q}"
+        " --parity {input.parity:q} --output {output:q} --log {log:q}"

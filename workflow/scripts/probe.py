@@ -3,7 +3,6 @@
 The result is a file in results/probe, named by GPU (or CPU), driver and torch. Preflight uses its
 rates in place of those of its tables; equal machines may share a file. Nothing is sent.
 
-  snakemake --cores all probe
   python -m workflow.scripts.probe [--cpu]
 """
 

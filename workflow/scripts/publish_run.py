@@ -1,20 +1,17 @@
 """Upload the adapter, the merged model or the GGUF files of a run to the Hugging Face hub, with the
 model card.
 
-Nothing is uploaded if a check of the run failed, if the certificate, which is uploaded too, does
-not hold, or if a file names a folder of this machine. The repository is private unless
-`export.hub_public` is set; an existing one keeps its visibility. The token is `HF_TOKEN`, or that
-of `hf auth login`. Writes `published.json`."""
+Nothing is uploaded if a check of the run failed, or if a file names a folder of this machine. The
+repository is private unless `export.hub_public` is set; an existing one keeps its visibility. The
+token is `HF_TOKEN`, or that of `hf auth login`. Writes `published.json`."""
 
 import argparse
 import logging
 from pathlib import Path
 
-from workflow.lib.artifacts.evaluation_record import ITEMS
 from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.records import Parity
 from workflow.lib.artifacts.training_record import Summary
-from workflow.lib.evaluation.certificate import verify
 from workflow.lib.export.publishing import Publication, refuse_failed, refuse_private, upload
 from workflow.lib.report.model_card import needs_folder
 from workflow.lib.settings.config import ExportConfig
@@ -36,7 +33,6 @@ def main(args: argparse.Namespace) -> None:
         form=settings.hub_form,
         repo_id=str(settings.hub_repo),
         private=not settings.hub_public,
-        beside=(args.certificate, args.evaluation / ITEMS),
     )
     if settings.hub_form == "adapter" and needs_folder(args.card.read_text(encoding="utf-8")):
         raise UserError(
@@ -45,15 +41,13 @@ def main(args: argparse.Namespace) -> None:
             "(export.nf4_base_id), or serve another form (evaluate.served), and run again."
         )
     refuse_private(publication)
-    verify(args.certificate, signed_by=None)
     address = upload(publication, message=f"{settings.hub_form} of the run {args.run}")
     write_checked_json(args.output, {"commit_url": address, "provenance": provenance()})
     logger.info("%s of the run %s: %s", settings.hub_form, args.run, address)
 
 
 if __name__ == "__main__":
-    parser = stage_parser(__doc__, needs="run summary parity evaluation output")
+    parser = stage_parser(__doc__, needs="run summary parity output")
     parser.add_argument("--folder", type=Path, required=True, help="folder to upload")
     parser.add_argument("--card", type=Path, required=True, help="the model card")
-    parser.add_argument("--certificate", type=Path, required=True, help="certificate of the run")
     run(main, parser)

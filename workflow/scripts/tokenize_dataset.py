@@ -23,6 +23,7 @@ from workflow.lib.data.encoding.tokenizer import (
 )
 from workflow.lib.data.reading.chunks import printable
 from workflow.lib.data.reading.data_file import column_names
+from workflow.lib.data.reading.hub_download import licence_of
 from workflow.lib.data.reading.sources import Source, resolve_splits
 from workflow.lib.data.tokens import manifest
 from workflow.lib.data.tokens.corpus import (
@@ -119,6 +120,7 @@ def main(args: argparse.Namespace) -> None:
             train=train,
             heldout=heldout,
             repeated=repeated,
+            licences=licences(args, corpora),
             packed_rows=packed_rows,
             listing=listing,
             folder=folder,
@@ -147,6 +149,13 @@ def inputs_of(args: argparse.Namespace, settings: DataConfig, corpora: dict[str,
     read = [args.tokenizer, *([Path(template)] if template else [])]
     files = (file for corpus in corpora.values() for file in corpus.files)
     return Inputs(read, sha256={file.path: file.sha256 for file in files})
+
+
+def licences(args: argparse.Namespace, corpora: dict[str, Corpus]) -> dict[str, str | None]:
+    """Return the licences of the model, and of a downloaded dataset or local files."""
+    files = [file.path for corpus in corpora.values() for file in corpus.files]
+    data = files if args.dataset == Path() else [args.dataset]
+    return {"model": licence_of([args.tokenizer]), "data": licence_of(data)}
 
 
 def find_encodings(

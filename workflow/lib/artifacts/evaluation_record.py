@@ -3,7 +3,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from workflow.lib.artifacts.records import Interval, Provenance, Record
 from workflow.lib.settings.subjects import SubjectName
@@ -163,6 +163,15 @@ class SubjectItems(Record):
     tasks: list[TaskItems]  # without corpus-level metrics and groups
 
 
+class TaskOverlap(NamedTuple):
+    """Items of a task, and how many have at least so much of their tokens in training rows."""
+
+    items: int
+    too_short: int  # to judge
+    a_fifth: int
+    four_fifths: int
+
+
 class Items(Record):
     """`evaluate_run/items.json`: the data of the statistics, without texts."""
 
@@ -175,6 +184,19 @@ class Items(Record):
     """By task, of each item: the share of its tokens in runs of 11 of training rows; null for items
     without a text of that length."""
     provenance: Provenance  # origin of the file
+
+    @property
+    def overlap_counts(self) -> dict[str, TaskOverlap]:
+        """The number of a task's items in training rows, by task; shares as in `task_overlap`'s
+        source (Llama 2: not clean, dirty)."""
+        return {
+            task: TaskOverlap(
+                len(shares),
+                shares.count(None),
+                *(sum((share or 0) >= least for share in shares) for least in (0.2, 0.8)),
+            )
+            for task, shares in self.overlap.items()
+        }
 
 
 @dataclass(frozen=True)

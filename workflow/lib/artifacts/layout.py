@@ -6,8 +6,6 @@ reads (`settings.effects`), as one JSON string with sorted keys. Snakemake compa
 (`recorded_json`), in which settings that do not rerun the stage have their defaults."""
 
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -126,24 +124,6 @@ def base_key(run: RunConfig) -> str:
 def first_run(run: RunConfig) -> RunConfig:
     """Return the first run of the chain to this one: they share its base."""
     return run if run.start is None else first_run(run.start)
-
-
-def servable_key(run: RunConfig) -> str:
-    """Short hash of all that decides whether the run's server serves its exported files."""
-    asked = stage_settings("check_servable", run)
-    return short_hash([asked, run.served, server_version(run.export.serve)])
-
-
-def servable_dir(run: RunConfig) -> str:
-    return str(RESULTS / "servable" / f"{run.model.name}-{servable_key(run)}")
-
-
-def server_version(serve: str) -> str:
-    """Return the installed versions of a server, without starting it."""
-    if serve == "llama_cpp":
-        return version("xllamacpp") if find_spec("xllamacpp") else "none"
-    folders = Path(SERVING).parents[1].glob("lib/python*/site-packages/vllm*.dist-info")
-    return ",".join(sorted(folder.name for folder in folders))
 
 
 def calibration_tokens(run: RunConfig) -> list[str]:

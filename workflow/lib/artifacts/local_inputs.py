@@ -17,7 +17,7 @@ from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.input_files import why_unreadable
 
 FOLDERS = ("model.source", "evaluate.tasks_dir")
-FILES = ("data.chat_template", "export.signing_key", "quantize.calibration_text")
+FILES = ("data.chat_template", "quantize.calibration_text")
 # What the hub allows; some old datasets have no owner.
 DATASET_ID = re.compile(r"([A-Za-z0-9_][\w.-]*/)?[\w-][\w.-]*", re.ASCII)
 
@@ -27,7 +27,6 @@ def check_local_paths(name: str, run: RunConfig) -> None:
     paths = {
         "data.chat_template": run.data.chat_template,
         "export.llama_cpp": run.export.llama_cpp and f"{run.export.llama_cpp}/{CONVERTER}",
-        "export.signing_key": run.export.signing_key,
         "evaluate.tasks_dir": run.evaluate.tasks_dir if run.evaluate.tasks else None,
         "quantize.calibration_text": run.quantize.calibration_text,
     }

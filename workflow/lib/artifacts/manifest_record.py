@@ -173,6 +173,8 @@ class Manifest(Record):
     """Held-out rows that resemble a training row: removed or left (`data.near_duplicates`)."""
     train_heldout_shared_groups: int | None = None
     """Held-out rows of a group (`data.group_by`) with training rows; treated likewise."""
+    licences: dict[Literal["model", "data"], str | None] | None = None
+    """Licences as the hub or cards name them; null: none is named."""
     files: TokenFiles  # SHA-256 of every other file of the folder, by name
     samples: list[list[tuple[str, bool]]]
     """Three training documents of each source as segments: text, and whether it is trained."""

@@ -47,13 +47,11 @@ class Publication:
     form: Form
     repo_id: str
     private: bool
-    beside: tuple[Path, ...] = ()  # further files: the certificate and its items
 
     @property
     def files(self) -> dict[str, Path]:
         """Return the uploaded files beside the card, by name."""
-        own = {path.relative_to(self.folder).as_posix(): path for path in _files(self.folder)}
-        return own | {path.name: path for path in self.beside}
+        return {path.relative_to(self.folder).as_posix(): path for path in _files(self.folder)}
 
 
 def refuse_failed(summary: Summary, parity: Parity) -> None:

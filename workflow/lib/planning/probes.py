@@ -14,7 +14,7 @@ from workflow.lib.artifacts.records import Provenance, Record
 from workflow.lib.system.hardware import threads_of_job
 
 FOLDER = Path("results") / "probe"
-COMMAND = "snakemake --cores all probe"
+COMMAND = "python -m workflow.scripts.probe"
 REPEATABLE = 0.1  # spread up to which a measurement counts
 ATTENTIONS = {
     "attention 2048": (2, 2048),

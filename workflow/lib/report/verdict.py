@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Literal
 
 from workflow.lib.artifacts.evaluation_record import (
+    ITEMS,
     Comparison,
     Evaluation,
     FourBitsCost,
     GainVerdict,
+    Items,
     LossDifference,
     Metric,
     MetricDifference,
+    TaskOverlap,
     four_bits_cost,
 )
 from workflow.lib.artifacts.read_records import read_record
@@ -56,6 +59,8 @@ class Measured:
     """The evaluations of a run, by subject, in display order."""
 
     subjects: Mapping[SubjectName, Evaluation]
+    overlap: Mapping[str, TaskOverlap]
+    """Items of tasks in training rows, by task."""
 
     @property
     def served(self) -> Evaluation:
@@ -165,7 +170,7 @@ def read_measured(folder: Path, *, run: str) -> Measured:
         if lost := evaluation.comparisons.keys() - found.keys():
             finding = f"is not there, and {files[name].name} compares with it"
             raise damaged(folder, f"{min(lost)}.json", finding)
-    measured = Measured(found)
+    measured = Measured(found, read_record(folder / ITEMS, Items).overlap_counts)
     _check_questions(measured, files)
     return measured
 

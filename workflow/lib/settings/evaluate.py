@@ -54,13 +54,13 @@ class ExportConfig(Section):
     model (`adapter`), or both."""
     llama_cpp: Annotated[
         str | None,
-        Affects(read_by=("publish_run",), told=("check_gguf", "check_servable", "convert_gguf")),
+        Affects(read_by=("publish_run",), told=("check_gguf", "convert_gguf")),
     ] = None
     """Folder of a llama.cpp checkout; its converters run with your rights. null = a pinned release
     from the package index."""
     serve: Annotated[
         Literal["none", "vllm", "llama_cpp"],
-        Affects(read_by=("check_servable", "check_served"), told=("evaluate_run",), later=True),
+        Affects(read_by=("check_served",), told=("evaluate_run",), later=True),
     ] = "none"
     """Local server to compare with the evaluation. It serves the merged model or the adapter on the
     original; llama.cpp serves the first format of `gguf`."""
@@ -70,8 +70,6 @@ class ExportConfig(Section):
     nf4_base_id: Annotated[str | None, OF_IDS] = Field(None, pattern=HUB_REPO)
     """Hub id of a copy of the folder below `results/base`, if Transformers cannot make this 4-bit
     base. It is not checked."""
-    signing_key: Annotated[str | None, Affects(read_by=("certify_run",), later=True)] = None
-    """Private key (of `ssh-keygen`, or PEM) that signs the certificate; null = no signature."""
     hub_repo: Annotated[str | None, PUBLISHED] = Field(None, pattern=HUB_REPO)
     """Hugging Face hub repository (owner/name) for `snakemake --cores 1 publish`."""
     hub_form: Annotated[Literal["adapter", "merged", "gguf"], PUBLISHED] = "adapter"
@@ -169,7 +167,7 @@ class EvaluateConfig(Section):
     seed: int = Field(0, ge=0, lt=2**31)
     """Seed of bootstrap and choice of samples."""
     require: Annotated[
-        dict[str, float], Affects(read_by=("preflight_run",), told=("require_gain", "certify_run"))
+        dict[str, float], Affects(read_by=("preflight_run",), told=("require_gain",))
     ] = Field({})
     """Least gain of the served model over the original: `heldout_loss` (nats per token),
     `heldout_loss/<source>` or `task/metric`; -0.02 allows a loss of 0.02. For preferences the least

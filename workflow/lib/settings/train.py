@@ -33,7 +33,6 @@ class ModelConfig(Section):
             "consolidate",
             "export_step",
             "evaluate_run",
-            "check_servable",
             "check_served",
             "write_card",
         ),
@@ -110,16 +109,14 @@ class QuantizeConfig(Section):
 class LoraSettings(Section):
     """The adapter (LoRA, arXiv 2106.09685), as PEFT understands it."""
 
-    affects: ClassVar = Affects("result", read_by=("preflight_run", "finetune", "check_servable"))
+    affects: ClassVar = Affects("result", read_by=("preflight_run", "finetune"))
 
     r: Rank = 16
     """Rank of the update."""
     alpha: Alpha = 32.0
     """Scale numerator: the update is multiplied by alpha / r (alpha / sqrt(r) with
     `use_rslora`)."""
-    dropout: Annotated[float, Affects(read_by=("preflight_run", "finetune"))] = Field(
-        0.0, ge=0.0, lt=1.0
-    )
+    dropout: float = Field(0.0, ge=0.0, lt=1.0)
     """Dropout on the adapter's input, probability. Rounded to a multiple of 1 / 65,536. Training on
     preferences has no dropout of any kind, as in TRL."""
     target_modules: tuple[str, ...] | str = "all-linear"

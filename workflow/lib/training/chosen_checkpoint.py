@@ -14,7 +14,7 @@ logger = logging.getLogger("workflow")
 
 GO_BACK = (
     "Name one of these steps, or go back to one before it and train from there "
-    "(snakemake --cores 1 rewind --config rewind=RUN@STEP)"
+    "(python -m workflow.scripts.rewind RUN STEP)"
 )
 
 
@@ -28,6 +28,18 @@ def chosen_checkpoint(folder: Path, step: int, *, setting: str, change: str) -> 
         there = f"only those of steps {', '.join(map(str, steps))}"
         raise setting_error(setting, step, f"{folder} has no checkpoint of it, {there}", change)
     return step_dir(folder, step)
+
+
+def last_trained(checkpoints: Path, run: str) -> Path:
+    """Return the folder in `checkpoints` where a run was trained last, among those of its settings
+    and data. Raises `UserError` if there is none."""
+    trained = [folder for folder in checkpoints.glob("*-*-*") if saved_steps(folder)]
+    names = {folder: folder.name.rsplit("-", 2)[0] for folder in trained}
+    folders = [folder for folder in trained if names[folder] == run]
+    if not folders:
+        bound = f"{checkpoints} has those of {', '.join(sorted({*names.values()})) or 'no run'}"
+        raise setting_error("rewind", run, bound, "Name a run that was trained")
+    return max(folders, key=lambda folder: folder.stat().st_mtime)
 
 
 def go_back(folder: Path, step: int, *, results: Path) -> None:

@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
-from huggingface_hub import HfApi, errors, hf_hub_download, snapshot_download
+from huggingface_hub import HfApi, ModelCard, errors, hf_hub_download, snapshot_download
 from huggingface_hub.hf_api import RepoFile
 
 from workflow.lib.data.reading.sources import matching
@@ -30,6 +30,7 @@ from workflow.lib.model.architecture.model_files import (
     fault_of_tokenizer,
 )
 from workflow.lib.model.architecture.safetensors_headers import INDEX, SINGLE
+from workflow.lib.system.artifact_files import read_artifact
 from workflow.lib.system.checksums import HUB_RECORD
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.files import file_sha256, read_json, sync
@@ -58,14 +59,12 @@ LOCAL = {
     "dataset": "set data.source to null and data.train to a file or folder that exists",
     "adapter": "set train.start_from to a run or to a folder that exists",
     "scored": "name a run or a folder that exists",
-    "certificate": "name a file or a folder that exists",
 }
 SETTINGS = {
     "model": "model.source",
     "dataset": "data.source",
     "adapter": "train.start_from",
     "scored": "preferences.reference or distill.teacher",
-    "certificate": "certificate",
 }
 
 
@@ -75,8 +74,8 @@ class Source:
 
     repo_id: str
     revision: str | None
-    kind: Literal["model", "dataset", "adapter", "scored", "certificate"]
-    """`scored` is a model or an adapter, `certificate` a repository with one."""
+    kind: Literal["model", "dataset", "adapter", "scored"]
+    """`scored` is a model or an adapter."""
     files: Sequence[str] | None = None
 
     @property
@@ -106,6 +105,21 @@ def list_files(source: Source) -> tuple[str, str | None, list[RepoFile]]:
 def licence_words(named: Any) -> str | None:
     """Return the licence of a card, which may be a list; None without one."""
     return ", ".join(map(str, [named] if isinstance(named, str) else named or [])) or None
+
+
+def licence_of(paths: Iterable[Path]) -> str | None:
+    """Return the licences of files or folders, by a download's record or the card beside them."""
+    folders = {path if path.is_dir() else path.parent for path in paths}
+    return ", ".join(sorted({named for folder in folders if (named := _licence(folder))})) or None
+
+
+def _licence(folder: Path) -> str | None:
+    record = read_artifact(folder / HUB_RECORD) if (folder / HUB_RECORD).is_file() else {}
+    if "licence" in record:  # not in that of a local model's copy
+        return licence_words(record["licence"])
+    card = folder / "README.md"
+    facts = ModelCard.load(card, ignore_metadata_errors=True).data if card.is_file() else {}
+    return licence_words(facts.get("license"))
 
 
 def check_paths(source: Source, paths: Iterable[str]) -> None:

@@ -46,12 +46,14 @@ def manifest(
     train: Split,
     heldout: Split,
     repeated: Mapping[str, int],
+    licences: Mapping[str, str | None],
     packed_rows: int,
     listing: Listing,
     folder: Path,
 ) -> Facts:
     """Return the manifest of a folder with all other files. train: one epoch's, `packed_rows` rows
-    in the folder. repeated: rows that repeat training, by field. listing: closed."""
+    in the folder. repeated: rows that repeat training, by field. licences: of `model` and `data`.
+    listing: closed."""
     encoding = encodings["train"]
     seq_len = encoding.settings.seq_len
     splits = splits_facts(train, heldout, packed_rows=packed_rows, seq_len=seq_len)
@@ -74,6 +76,7 @@ def manifest(
         "train_heldout_overlap": listing.dropped_by_reason[OVERLAP],
         "template_kwargs": encoding.settings.template_kwargs,
         **repeated,
+        "licences": licences,
         "samples": [_segments(train[position], tokenizer) for position in sampled(train)],
         "sample_origins": [_sample_origin(train, position) for position in sampled(train)],
         **chat_facts(encoding.encoder, chat_template=encoding.chat_template),
