@@ -43,6 +43,8 @@ def messages(*talk, **options):
     [{"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}], "summary": []},
      ANSWER],
     [{"role": "assistant", "reasoning_content": "hm"}, ANSWER],
+    [spoken([{"text": "hm", "thought": True}, {"text": "a"}])],
+    [spoken([{"type": "reasoning", "text": "hm"}, {"type": "text", "text": "a"}])],
 ])  # fmt: skip
 def test_reasoning_is_that_of_the_answer_behind_it(talk):
     (turn,) = messages(*talk, template_keys=["reasoning_content"])
@@ -99,6 +101,9 @@ def test_channel_that_is_none_of_harmony_is_a_label():
     ([spoken("a", function_calls="f of 1")], "calls as text: message 2 has 'f of .*; write a list"),
     ([spoken("a", reasoning_details=[{"type": "reasoning.encrypted", "data": "x"}])],
      "not text: reasoning_details of message 2 is list"),
+    ([{**ASK, "thought": "hm"}, ANSWER], "not an assistant's: message 2 has thought, .*leave_out"),
+    ([{**ASK, "tool_calls": CALLS}, ANSWER], "not an assistant's: message 2 has tool_calls, and"),
+    ([spoken("a", prefix="Sure, ")], "unknown beginning: message 2 has prefix = 'Sure, '.*leave_o"),
     ([{"type": "web_search_call", "id": "w"}, ANSWER], "unknown item: .* type 'web_search_call'"),
     ([ANSWER, {"role": "tool", "output": "a", "response": "b"}], "two values: a tool's message"),
 ])  # fmt: skip

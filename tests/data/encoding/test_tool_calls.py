@@ -287,6 +287,8 @@ def test_result_under_another_key_is_the_content(key):
     result = {"role": "tool", key: [{"name": "f", "response": "12"}]}
     messages = messages_of({"messages": [*EXCHANGE, result, EXCHANGE[1]]}, "messages")
     assert messages[2] == {"role": "tool", "content": '[{"name": "f", "response": "12"}]'}
+    empty = {"role": "tool", "content": "", "value": None, key: "12"}
+    assert messages_of({"messages": [*EXCHANGE, empty]}, "messages")[2]["content"] == "12"
     with pytest.raises(RowError, match=f"text that nothing reads: message 3 .*leave_out: .{key}."):
         sample({"messages": [*EXCHANGE, {**result, "content": "12"}]}, "messages")
 

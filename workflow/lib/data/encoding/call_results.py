@@ -17,9 +17,9 @@ NAMESPACE = "functions."  # of names in Harmony
 def with_ordered_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return messages whose results stand in the order of their calls. Raises `RowError` at a
     result without a call, and at a call without a result before the end."""
-    has_calls = any("tool_calls" in message for message in messages)
-    if not has_calls and all(message["role"] != "tool" for message in messages):
+    if not any("tool_calls" in message or message["role"] == "tool" for message in messages):
         return messages
+    has_calls = any("tool_calls" in message for message in messages)
     ordered: list[dict[str, Any]] = []
     calls: list[ToolCall] = []
     for role, group in groupby(messages, lambda message: message["role"]):

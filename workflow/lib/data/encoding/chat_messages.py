@@ -19,7 +19,6 @@ from workflow.lib.data.encoding.keys_read import (
     REASONING_KEYS,
     KeyAccount,
     Place,
-    Shape,
     check_not_trained_by_role,
     flag_value,
     flags_of,
@@ -58,6 +57,7 @@ MESSAGE = Place(
     "message",
     frozenset({*ROLE_KEYS, *CONTENT_KEYS, *PREFIX_KEYS, RESULT_ID}),
     passed=True,
+    optional=frozenset(PREFIX_KEYS),
     flags=frozenset(FLAGS),
     aliases=MESSAGE_ALIASES,
 )
@@ -65,10 +65,11 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 PART = Place("part", frozenset({"type", "text"}))
 # The text of a part of a reasoning, and the kinds of such parts.
 THOUGHT_KEYS = ("text", "thinking", "summary")
-THOUGHT = Place("part", frozenset({"type", *THOUGHT_KEYS}))
+THOUGHT = Place("part", frozenset({"type", "thought", *THOUGHT_KEYS}))
 THOUGHTS = {
     *TEXT_PARTS,
-    *("thinking", "reasoning_text", "summary_text", "reasoning.text", "reasoning.summary"),
+    *("thinking", "reasoning", "reasoning_text", "summary_text"),
+    *("reasoning.text", "reasoning.summary"),
 }
 
 
@@ -129,7 +130,7 @@ def _reasoning_keys(message: Message) -> set[str]:
 
 def _is_reasoning_alone(message: Message) -> bool:
     is_empty = not message["content"] and "tool_calls" not in message
-    return message["role"] == "assistant" and is_empty
+    return is_empty and message["role"] == "assistant"
 
 
 def _check_not_reasoning_alone(messages: list[Message]) -> None:
@@ -144,11 +145,12 @@ def _message(raw: Any, where: str, keys: KeyAccount) -> tuple[Message, float]:
     if not isinstance(raw, dict):
         raise RowError(f"not a message: {where} is {kind(raw)}")
     spelled = role_of(raw)
-    _one_of(raw, ROLE_KEYS, where)
+    if "from" in raw:
+        _one_of(raw, ROLE_KEYS, where)
     role = ROLES.get(spelled or "")
     if role is None:
-        given = next((raw[key] for key in ROLE_KEYS if raw.get(key) is not None), None)
-        raise RowError(f"unknown role: {where} has {given!r}, known are {', '.join(ROLES)}")
+        value = next((raw[key] for key in ROLE_KEYS if raw.get(key) is not None), None)
+        raise RowError(f"unknown role: {where} has {value!r}, known are {', '.join(ROLES)}")
     item, shape = keys.take(MESSAGE, raw, where)
     more = {k: item[k] for k in shape.passed if item[k] is not None and k not in MEDIA}
     if more:
@@ -157,22 +159,30 @@ def _message(raw: Any, where: str, keys: KeyAccount) -> tuple[Message, float]:
     if role == "tool" and item.get(RESULT_ID) is not None:
         more[RESULT_ID] = item[RESULT_ID]
     content = _one_of(item, CONTENT_KEYS, where)
-    raw_calls = _one_of(item, shape.aliased.get(CALLS, ()), where)
+    aliased = shape.aliased
+    raw_calls = _one_of(item, aliased[CALLS], where) if CALLS in aliased else None
     if spelled in CALL_ROLES:
         raw_calls, content = content, ""
     calls = [] if raw_calls is None else read_calls(raw_calls, where, keys)
     if calls:
         more["tool_calls"] = calls
-    more |= _reasonings(item, shape, where, keys)
+    if REASONING in aliased:
+        more |= _reasonings(item, aliased[REASONING], where, keys)
     flags = flags_of(item, shape.flags, shape.passed) if shape.flags or shape.passed else []
     if role != "assistant":
         check_not_trained_by_role(flags, where)
+        if calls or _filled(more):
+            names = [key for keys in aliased.values() for key in keys if item[key] not in EMPTY]
+            raise RowError(
+                f"not an assistant's: {where} has {' and '.join(names)}, and only assistant turns "
+                f"do; leave it out (data.leave_out: [{', '.join(names)}])"
+            )
         weight = 0.0
     else:
         weight = weight_of(flags, where, all_trained=keys.all_trained)
-        if any(flag_value(item.get(key)) is True for key in PREFIX_KEYS):
+        if shape.has_optional and _is_prefix(item, where):
             more[PREFIX_KEYS[0]] = True
-    may_be_empty = role in ("system", "tool") or bool(calls or _filled(more))
+    may_be_empty = role in ("system", "tool") or bool(calls or (more and _filled(more)))
     text = read_content(content, role, f"content of {where}", keys, may_be_empty=may_be_empty)
     if role == "assistant" and text.lstrip().startswith(BEGIN_OF_REASONING):
         _check_one_whole_reasoning(text, more, where, is_trained=weight > 0)
@@ -222,6 +232,17 @@ def _not_continued(number: int) -> RowError:
     )
 
 
+def _is_prefix(item: Values, where: str) -> bool:
+    flags = {key: flag_value(item[key]) for key in PREFIX_KEYS if item.get(key) not in EMPTY}
+    for key, value in flags.items():
+        if not isinstance(value, bool):
+            raise RowError(
+                f"unknown beginning: {where} has {key} = {value!r}, known are true and false; "
+                f"write it into the content, or leave it out (data.leave_out: [{key}])"
+            )
+    return any(flags.values())
+
+
 def _check_one_whole_reasoning(
     content: str, more: Message, where: str, *, is_trained: bool
 ) -> None:
@@ -248,10 +269,12 @@ def without_tags(reasoning: str) -> str:
     return reasoning if inner == reasoning.strip() else inner.strip()
 
 
-def _reasonings(item: Values, shape: Shape, where: str, keys: KeyAccount) -> dict[str, str]:
+def _reasonings(
+    item: Values, names: tuple[str, ...], where: str, keys: KeyAccount
+) -> dict[str, str]:
     """Return the reasoning of a message by the key that the template reads."""
     texts: dict[str, str] = {}
-    for key in shape.aliased.get(REASONING, ()):
+    for key in names:
         text = _reasoning(item[key], key, where, keys)
         name = keys.reasoning_key(key)
         if text.strip() and any(

@@ -248,9 +248,9 @@ class KeyAccount:
         flags = [key for key in kept if key in place.flags and key not in place.read]
         others = [key for key in kept if key not in place.read and key not in flags]
         others = [key for key in others if names.get(key) is None]
-        known = {*self.template_keys} if place.passed else set[str]()
+        template_keys = self.template_keys if place.passed else ()
         unread = [key for key in item if key in self.leave_out]
-        unread += [key for key in others if key not in known]
+        unread += [key for key in others if key not in template_keys]
         if not place.name:
             unread = [key for key in unread if key != self.group_by]
         has_optional = not place.optional.isdisjoint(kept)

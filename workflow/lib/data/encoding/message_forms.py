@@ -44,11 +44,16 @@ PAIRS = (
 # Of a tool's message without content: its result.
 RESULT_KEY = re.compile("(tool_)?(output|result|response)s?")
 RESULT_IDS = ("tool_use_id", "call_id")  # other names of `tool_call_id`
+# Keys by which a message whose content is a text may have another form.
+FORM_KEYS = {"type", "channel", "recipient", *RESULT_IDS}
 CHANNELS = ("analysis", "commentary", "final")
 
 
 def role_of(item: Message) -> str | None:
     """Return the role as the item spells it, in small letters."""
+    role = item.get("role")
+    if isinstance(role, str) and role in ROLES:
+        return role
     role = next((item[key] for key in ROLE_KEYS if item.get(key) is not None), None)
     return role.strip().lower().replace("-", "_") if isinstance(role, str) else None
 
@@ -114,7 +119,9 @@ def single_messages(items: list[Any], keys: KeyAccount) -> Iterator[Any]:
         elif isinstance(item, list) and len(item) == 2:
             yield {"role": "user", "content": item[0]}
             yield {"role": "assistant", "content": item[1]}
-        elif isinstance(item, dict):
+        elif isinstance(item, dict) and not (
+            item.get("content") and isinstance(item["content"], str) and FORM_KEYS.isdisjoint(item)
+        ):
             for message in _without_blocks(_response_item(item)):
                 yield _result(_without_channel(message, keys), keys)
         else:
@@ -134,7 +141,7 @@ def _without_blocks(item: Message) -> list[Message]:
     content = item.get("content")
     if not isinstance(content, list):
         return [item]
-    kinds = [str(part.get("type")) if isinstance(part, dict) else "" for part in content]
+    kinds = [_block_kind(part) if isinstance(part, dict) else "" for part in content]
     if not BLOCKS.keys() & kinds:
         return [item]
     places = [BLOCKS.get(kind, 0) for kind in kinds]
@@ -156,6 +163,12 @@ def _without_blocks(item: Message) -> list[Message]:
     rest = _without(item, ("content", *ROLE_KEYS)) if alone else {}
     results = [{**rest, "role": "tool", **_without(x, ("type",))} for x in parts["tool_result"]]
     return results if alone else [*results, {**item, **added, "content": others}]
+
+
+def _block_kind(part: Message) -> str:
+    """Return the type of a content block; a text marked as a thought (Gemini) is one."""
+    is_thought = part.get("thought") is True or part.get("type") == "reasoning"
+    return "thinking" if is_thought else str(part.get("type"))
 
 
 def _without(item: Message, names: Collection[str]) -> Message:
@@ -212,11 +225,12 @@ def _result(item: Message, keys: KeyAccount) -> Message:
     if ROLES.get(role_of(item) or "") != "tool":
         return item
     names = dict.fromkeys(RESULT_IDS, RESULT_ID) if item.get(RESULT_ID) is None else {}
-    if all(item.get(key) is None for key in CONTENT_KEYS):
+    if all(item.get(key) in EMPTY for key in CONTENT_KEYS):
         names |= {key: "content" for key in item if RESULT_KEY.fullmatch(key)}
     names = {k: v for k, v in names.items() if item.get(k) is not None and k not in keys.leave_out}
     if not names:
         return item
     if len({*names.values()}) < len(names):
         raise RowError(f"two values: a tool's message has {' and '.join(names)}")
-    return {**_without(item, names), **{new: item[old] for old, new in names.items()}}
+    renamed = {new: item[old] for old, new in names.items()}
+    return _without(item, (*names, *(CONTENT_KEYS if "content" in renamed else ()))) | renamed

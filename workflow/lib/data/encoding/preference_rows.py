@@ -201,42 +201,42 @@ def _check_no_tie(better: float, worse: float) -> None:
         raise UnwantedRowError(f"tie: both answers have the score {better:g}")
 
 
-def _side(row: RowParts, given: Any, what: str) -> Turns:
-    if given in EMPTY:
+def _side(row: RowParts, answer: Any, what: str) -> Turns:
+    if answer in EMPTY:
         raise RowError(f"no pair: {what} is empty, and a pair needs both answers")
-    if isinstance(given, list) and all(isinstance(item, str) for item in given):
-        given, *further = given  # ms-swift's
+    if isinstance(answer, list) and all(isinstance(item, str) for item in answer):
+        answer, *further = answer  # ms-swift's
         for _ in further:
             row.keys.count(FURTHER, what.removeprefix("column ").strip("'"))
-    if is_transcript(given):
-        return read_transcript(given, what)
-    return read_turns(row, answer_behind(row, given), what, role="assistant")
+    if is_transcript(answer):
+        return read_transcript(answer, what)
+    return read_turns(row, answer_behind(row, answer), what, role="assistant")
 
 
 def _prompt(row: RowParts) -> tuple[list[Message], RowParts]:
     """Return the messages of the prompt's column, if any, and the row with its tools."""
     columns, keys = row.columns, row.keys
-    given, what = row.value.get(columns.prompt), f"column {columns.prompt!r}"
-    if given in EMPTY:
+    prompt, what = row.value.get(columns.prompt), f"column {columns.prompt!r}"
+    if prompt in EMPTY:
         return [], row
-    if isinstance(given, dict) and "messages" in given:
-        given, _ = keys.take(PROMPT, given, what)
-        if given.get("tools") not in EMPTY:
+    if isinstance(prompt, dict) and "messages" in prompt:
+        prompt, _ = keys.take(PROMPT, prompt, what)
+        if prompt.get("tools") not in EMPTY:
             if row.optional.get(columns.tools) not in EMPTY:
                 raise RowError(f"two lists of tools: {what} and column {columns.tools!r}")
-            row = row._replace(optional={**row.optional, columns.tools: given["tools"]})
-        given = given["messages"]
-    if columns.prompt == columns.instruction and isinstance(given, str):
+            row = row._replace(optional={**row.optional, columns.tools: prompt["tools"]})
+        prompt = prompt["messages"]
+    if columns.prompt == columns.instruction and isinstance(prompt, str):
         more = row.value.get(columns.input)
-        given = given if more in EMPTY else f"{given}\n\n{more}"
-    return read_turns(row, given, what, role="user")[0], row
+        prompt = prompt if more in EMPTY else f"{prompt}\n\n{more}"
+    return read_turns(row, prompt, what, role="user")[0], row
 
 
 def _pair(row: RowParts, chosen: Turns, rejected: Turns) -> list[Conversation]:
     """Return both conversations; the messages after their common prompt are trained."""
-    given, row = _prompt(row)
+    own, row = _prompt(row)
     history, _ = read_history(row)
-    prompt = [*history, *given]
+    prompt = [*history, *own]
     if not prompt:
         prompt = _prompt_of_one(chosen, rejected)
     sides = [_with_prompt(prompt, side) for side in (chosen, rejected)]

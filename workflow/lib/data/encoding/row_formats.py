@@ -132,7 +132,8 @@ def row_parts(
     """Return the parts of a row; its tools may stand inside of another column."""
     optional = value if shape.has_optional else NOTHING
     names = tools_columns(columns)
-    if format not in WITHOUT_TEMPLATE and all(value.get(name) in EMPTY for name in names):
+    is_chat = shape.unread and format not in WITHOUT_TEMPLATE
+    if is_chat and all(value.get(name) in EMPTY for name in names):
         holders = [value.get(name) for name in shape.unread]
         nested = [tools for tools in _nested(holders, names) if _are_calls(tools)]
         if any(tools != nested[0] for tools in nested):
@@ -148,7 +149,8 @@ def row_parts(
 def _nested(value: Any, names: Collection[str]) -> Iterator[list[Any]]:
     """Yield the lists of objects under these keys, inside of objects or of JSON text of them."""
     if isinstance(value, str):
-        value = objects_in(value) if any(f'"{name}"' in value for name in names) else None
+        is_json = "{" in value and any(f'"{name}"' in value for name in names)
+        value = objects_in(value) if is_json else None
     if isinstance(value, list):
         for item in value:
             yield from _nested(item, names)
@@ -305,10 +307,11 @@ def _template_kwargs(value: Values) -> dict[str, object]:
 
 def _prompt_completion(row: RowParts) -> Unweighted:
     before, _ = read_history(row)
-    asked, said = (_given(row.value, n) for n in (row.columns.prompt, row.columns.completion))
-    prompt, _ = read_turns(row, asked, f"column {row.columns.prompt!r}", role="user")
-    said, what = answer_behind(row, said), f"column {row.columns.completion!r}"
-    completion, weights = read_turns(row, said, what, role="assistant")
+    columns = row.columns
+    texts = [_given(row.value, name) for name in (columns.prompt, columns.completion)]
+    prompt, _ = read_turns(row, texts[0], f"column {columns.prompt!r}", role="user")
+    answer, what = answer_behind(row, texts[1]), f"column {columns.completion!r}"
+    completion, weights = read_turns(row, answer, what, role="assistant")
     weights = [0.0] * (len(before) + len(prompt)) + weights
     return _conversation([*before, *as_prefix(prompt, completion), *completion], weights, row)
 
