@@ -16,9 +16,9 @@ import torch
 
 from tests.gpu import test_stages
 from tests.support.forked_stage import command_line
+from tests.support.settings_examples import demo_runs
 from workflow.lib.artifacts import layout
 from workflow.lib.artifacts.checkpoint_folder import saved_steps
-from workflow.lib.settings.config import load_config
 from workflow.lib.system.files import read_checked_json
 
 pytestmark = pytest.mark.gpu
@@ -27,7 +27,7 @@ STEPS = 30
 TRAIN = {"epochs": None, "max_steps": STEPS, "checkpoint_every_steps": 3, "deterministic": True}
 TIMES = {"tokens_per_s", "elapsed_s", "peak_bytes", "sha256"}
 EXACT = {"model": {"compute_dtype": "float32"}, "train": TRAIN}
-_, RUNS = load_config({"runs": {"gpu": {"train": TRAIN}, "exact": EXACT}})
+RUNS = demo_runs({"gpu": {"train": TRAIN}, "exact": EXACT})
 
 
 def prepare(folder, run):

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.support.forked_stage import forked_stage
+from tests.support.settings_examples import demo_runs
 from workflow.lib.artifacts import layout
-from workflow.lib.settings.config import load_config
 from workflow.lib.system.files import read_checked_json
 
 pytestmark = pytest.mark.gpu
@@ -20,8 +20,7 @@ DIVISIONS = {
     "copies": {"processes": 2, "shard": False, "batch_size": 3},
     "slices": {"processes": 2, "shard": True, "batch_size": "auto"},
 }
-_, NAMED = load_config({"runs": {"gpu": {"train": TRAIN}}})
-RUN = NAMED["gpu"]
+RUN = demo_runs({"gpu": {"train": TRAIN}})["gpu"]
 
 
 def stage(name, *words, of=RUN, **options):

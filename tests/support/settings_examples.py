@@ -3,7 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
+import yaml
+
 from tests.support.refusals import refusal
+from tests.support.workflow_project import REPOSITORY
 from workflow.lib.settings.config import RunConfig, load_config
 
 
@@ -12,6 +15,12 @@ def message(document: Mapping[str, Any]) -> list[str]:
     headline, *lines = refusal(load_config, document).splitlines()
     assert headline == "the settings are not valid:"
     return [line.strip() for line in lines]
+
+
+def demo_runs(runs: Mapping[str, Any]) -> dict[str, RunConfig]:
+    """Return runs with the demo's settings and their own."""
+    demo = yaml.safe_load((REPOSITORY / "config.yaml").read_text(encoding="utf-8"))
+    return load_config(demo | {"runs": runs})[1]
 
 
 def only(document: Mapping[str, Any]) -> RunConfig:
