@@ -19,6 +19,7 @@ if not all(importlib.util.find_spec(name) for name in ("workflow", "workflow.lib
     )
 
 from workflow.lib.artifacts import layout
+from workflow.lib.artifacts.closing_lines import closing_lines
 from workflow.lib.artifacts.local_inputs import check_local_paths, check_prefix
 from workflow.lib.artifacts.scored_models import made_folders, scored_models
 from workflow.lib.artifacts.stage_logs import failure_causes, from_the_future
@@ -327,6 +328,12 @@ onstart:
     if on_this_machine() and visible_gpus():
         if "gpu" not in workflow.global_resources:
             workflow.register_resource("gpu", len(visible_gpus()))
+
+
+onsuccess:
+    for name, run in RUNS.items():
+        lines = closing_lines(Path(placed("results")), name, served=run.served, since=STARTED)
+        print("\n".join(lines), file=sys.stderr, end="\n" if lines else "")
 
 
 onerror:

@@ -404,7 +404,7 @@ def write_results(
         parity_sha256=file_sha256(partial / "parity.safetensors"),
     )
     lineage = {"lineage": args.lineage} if args.lineage else {}
-    facts = summary | lineage | {"provenance": provenance()}
+    facts = summary | lineage | {"base": str(args.base), "provenance": provenance()}
     write_checked_json(partial / "summary.json", facts)
     put_in_place(partial, args.output)
     logger.info(

@@ -85,6 +85,7 @@ class Summary(Record):
 
     run: str  # name of the run
     fingerprint: str  # id of the run's settings, data and base, as in its checkpoints' folder
+    base: str | None = None  # folder of the NF4 base; none: of an earlier version
     device: str  # `cuda` or `cpu`
     device_name: str  # name of the GPU, or `CPU`
     processes: int  # processes that trained

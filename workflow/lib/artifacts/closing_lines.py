@@ -1,0 +1,49 @@
+"""The last lines of a finished command: what each run came to, and where it lies."""
+
+from pathlib import Path
+
+from workflow.lib.artifacts.read_records import read_record
+from workflow.lib.artifacts.training_record import Summary
+from workflow.lib.system.artifact_files import read_artifact
+
+CARD = "README.md"
+
+
+def closing_lines(results: Path, run: str, *, served: str, since: float) -> list[str]:
+    """Return the lines of a run that was trained or evaluated after `since` (Unix seconds); of
+    another run none. served: the model that the verdict is about."""
+    folder = results / "runs" / run
+    evaluated = folder / "evaluate_run" / f"{served}.json"
+    exported = folder / "consolidate" / "adapter"
+    changed = (folder / "finetune" / "summary.json", evaluated)
+    if not any(path.is_file() and path.stat().st_mtime >= since for path in changed):
+        return []
+    lines = {
+        "loss": _losses(folder, served),
+        "adapter": str(exported),
+        "card": _if_there(exported / CARD),
+        "report": _if_there(results / "report" / "report.html"),
+        "talk to it": f"python -m workflow.scripts.chat {run}",
+    }
+    return [f"run {run}", *(f"  {key:<11}{text}" for key, text in lines.items() if text)]
+
+
+def _if_there(path: Path) -> str | None:
+    return str(path) if path.is_file() else None
+
+
+def _losses(folder: Path, served: str) -> str:
+    """Return the held-out loss before and after, or that of the training."""
+    measured = {
+        subject: read_artifact(folder / "evaluate_run" / f"{subject}.json").get("heldout")
+        for subject in ("original", "base", served)
+        if (folder / "evaluate_run" / f"{subject}.json").is_file()
+    }
+    losses = {subject: heldout["loss"] for subject, heldout in measured.items() if heldout}
+    before = next((subject for subject in losses if subject != served), None)
+    if before is not None and served in losses:
+        values = f"{losses[before]:.3f} -> {losses[served]:.3f}"
+        return f"{values} held out, nats per token ({before} -> {served})"
+    summary = read_record(folder / "finetune" / "summary.json", Summary)
+    values = f"{summary.first_loss:.3f} -> {summary.final_loss:.3f}"
+    return f"{values} of the training (first step -> last steps)"
