@@ -10,12 +10,12 @@ CARD = "README.md"
 
 
 def closing_lines(results: Path, run: str, *, served: str, since: float) -> list[str]:
-    """Return the lines of a run that was trained or evaluated after `since` (Unix seconds); of
-    another run none. served: the model that the verdict is about."""
+    """Return the lines of a run that was trained, exported or evaluated after `since` (Unix
+    seconds); of another run none. served: the model that the verdict is about."""
     folder = results / "runs" / run
     evaluated = folder / "evaluate_run" / f"{served}.json"
     exported = folder / "consolidate" / "adapter"
-    changed = (folder / "finetune" / "summary.json", evaluated)
+    changed = (folder / "finetune" / "summary.json", exported / "adapter_config.json", evaluated)
     if not any(path.is_file() and path.stat().st_mtime >= since for path in changed):
         return []
     lines = {

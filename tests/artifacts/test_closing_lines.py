@@ -1,0 +1,46 @@
+"""The last lines of a finished command."""
+
+import json
+import os
+
+import pytest
+
+from tests.support.report_examples import write_run
+from workflow.lib.artifacts.closing_lines import closing_lines
+
+NOW, BEFORE = 2_000_000_000.0, 1_000_000_000.0
+
+
+@pytest.fixture
+def results(tmp_path):
+    run = write_run(tmp_path, "demo", num_steps=3)
+    for file in run.rglob("*.json"):
+        os.utime(file, (NOW, NOW))
+    return tmp_path
+
+
+def lines(results, **changes):
+    return closing_lines(results, "demo", **{"served": "tuned", "since": BEFORE} | changes)
+
+
+def test_run_that_the_command_did_not_touch_has_no_lines(results):
+    assert lines(results, since=NOW + 1) == []
+
+
+def test_losses_before_and_after_come_from_the_evaluation(results):
+    measured = {
+        name: json.loads((results / f"runs/demo/evaluate_run/{name}.json").read_text())["heldout"]
+        for name in ("base", "tuned")
+    }
+    before, after = (measured[name]["loss"] for name in ("base", "tuned"))
+    assert lines(results)[:2] == [
+        "run demo",
+        f"  loss       {before:.3f} -> {after:.3f} held out, nats per token (base -> tuned)",
+    ]
+
+
+def test_run_without_evaluation_shows_losses_of_the_training(results):
+    for file in (results / "runs/demo/evaluate_run").iterdir():
+        file.unlink()
+    assert lines(results)[1].endswith(" of the training (first step -> last steps)")
+    assert lines(results)[-1] == "  talk to it python -m workflow.scripts.chat demo"
