@@ -48,7 +48,6 @@ SHRUNK = {
         "task_limit": 4,
         "samples": 1,
         "max_new_tokens": 4,
-        "bootstrap_resamples": 100,
     },
 }
 # Of the demo, as the table of artifacts lists the merged model too.

@@ -97,9 +97,7 @@ def task_file(folder, name, *, template=CHOICE, how="mean", more="", data=True):
     if data:
         file.write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
     (folder / f"{name}.yaml").write_text(template.format(name=name, file=file, how=how, more=more))
-    return EvaluateConfig(
-        tasks=(name,), tasks_dir=str(folder), batch_size=4, bootstrap_resamples=100
-    )
+    return EvaluateConfig(tasks=(name,), tasks_dir=str(folder), batch_size=4)
 
 
 def load(settings, tokenizer):
@@ -170,7 +168,7 @@ def test_group_has_the_score_of_its_tasks(model, tokenizer, tmp_path):
     (tmp_path / "group.yaml").write_text(
         "group: family\ntask: [member_a, member_b]\naggregate_metric_list: [{metric: acc}]\n"
     )
-    settings = EvaluateConfig(tasks=("family",), tasks_dir=str(tmp_path), bootstrap_resamples=100)
+    settings = EvaluateConfig(tasks=("family",), tasks_dir=str(tmp_path))
     found = scores(model, tokenizer, settings)
     values = {name: score.metrics["acc"].value for name, score in found.scores.items()}
     assert values["family"] == pytest.approx((values["member_a"] + values["member_b"]) / 2)

@@ -47,7 +47,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory):
     local = task_file(tmp_path_factory.mktemp("tasks"), "local")
-    return local.model_copy(update={"samples": 3, "max_new_tokens": 5, "bootstrap_resamples": 200})
+    return local.model_copy(update={"samples": 3, "max_new_tokens": 5})
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +175,7 @@ def of_pairs(folder, tokenizer):
     return OfPairs(folder, folder / "archive-of-pairs", tokenizer, tokens="pairs")
 
 
-LOSS_ONLY = EvaluateConfig(tasks=(), samples=2, max_new_tokens=3, bootstrap_resamples=100)
+LOSS_ONLY = EvaluateConfig(tasks=(), samples=2, max_new_tokens=3)
 
 
 def test_rewards_are_of_the_answers_of_all_models(of_pairs):
@@ -268,8 +268,8 @@ def test_new_task_is_measured_alone(evaluator, evaluated, settings):
     assert evaluator(more)[3] == NOTHING
 
 
-def test_other_resamples_measure_no_loss_again(evaluator, evaluated, settings):
-    other = settings.model_copy(update={"tasks": (), "bootstrap_resamples": 300, "batch_size": 1})
+def test_another_batch_size_measures_no_loss_again(evaluator, evaluated, settings):
+    other = settings.model_copy(update={"tasks": (), "batch_size": 1})
     assert evaluator(other)[3] == NOTHING
 
 
@@ -305,7 +305,7 @@ def test_broken_weights_are_named_as_such(folder, tokenizer, tmp_path):
     tensors[name].fill_(float("nan"))
     save_file(tensors, broken / "adapter" / "adapter_model.safetensors", metadata={"format": "pt"})
     write_checksums(broken / "adapter")
-    loss_only = EvaluateConfig(tasks=(), samples=0, bootstrap_resamples=100)
+    loss_only = EvaluateConfig(tasks=(), samples=0)
     with pytest.raises(
         UserError, match=r"held-out loss of tuned on original is nan.*lower train\.learning_rate"
     ):

@@ -8,11 +8,11 @@ from workflow.lib.artifacts.records import CalibrationFacts, HeldoutLosses
 from workflow.lib.evaluation.results import four_bits_of, method_of, summarize
 from workflow.lib.system.files import provenance, write_checked_json
 
-TOKENS = [10, 30, 20, 40]
-ORIGINAL = [20.0, 63.0, 38.0, 79.0]
+TOKENS = [10, 30, 20, 40, 5, 15]
+ORIGINAL = [20.0, 63.0, 38.0, 79.0, 10.0, 30.0]
 
 
-def facts(documents=4):
+def facts(documents=6):
     tokens, original = TOKENS[:documents], ORIGINAL[:documents]
     return CalibrationFacts(
         tokens=512,
@@ -27,13 +27,13 @@ def facts(documents=4):
 
 def test_differences_are_per_token_and_paired():
     bits = summarize(facts())
-    assert bits.original == pytest.approx(200.0 / 100)
+    assert bits.original == pytest.approx(240.0 / 120)
     assert bits.absmax.loss_difference == pytest.approx(0.3)
     assert bits.calibrated.loss_difference == pytest.approx(0.1)
     assert bits.won_back.loss_difference == pytest.approx(0.2)
     # Every document loses the same per token: nothing varies.
     assert bits.won_back.loss_difference_ci95 == pytest.approx((0.2, 0.2))
-    assert bits.documents == 4
+    assert bits.documents == 6
 
 
 def record(**changes):

@@ -27,6 +27,41 @@ def test_verdict_follows_the_interval_of_the_difference(tmp_path, ends, words):
     assert f"<h3>{words}</h3>" in rendered(tmp_path, "demo")
 
 
+def test_few_documents_have_no_verdict(tmp_path):
+    folder = write_run(tmp_path, "demo", num_steps=3)
+    edit(
+        folder / "evaluate_run" / "tuned.json",
+        lambda d: d["comparisons"]["base"].update(documents=5, loss_difference_ci95=None),
+    )
+    words = "Only 5 held-out documents: too few to show a difference (6 are needed)"
+    page = " ".join("".join(Page(rendered(tmp_path, "demo")).text).split())
+    assert words in page
+
+
+@pytest.mark.parametrize(
+    ("documents", "gains", "words"),
+    [
+        (8, [0.5] * 8, "1 is clearly worse: by the paired 95% interval, corrected for all 3 pairs"),
+        (8, [0.5] * 5 + [-0.4] * 3, "None of the others is clearly worse"),
+        (6, [0.5] * 6, "None of the others is clearly worse"),
+    ],
+)
+def test_runs_are_compared_with_the_best_on_the_same_documents(tmp_path, documents, gains, words):
+    """Of 6 documents that all agree p is 1/32, and 3/32 if it is corrected."""
+    for name, behind in (("best", [0.0] * documents), ("worse", gains), ("equal", [0.0] * 8)):
+        losses = [
+            {"document": n, "source": "qa", "loss_sum": 10.0 + gain, "tokens": 5}
+            for n, gain in enumerate(behind[:documents])
+        ]
+        loss = 2.0 + sum(behind) / 40 + 1e-3 * (name == "equal")
+        edit(
+            better(tmp_path, name, loss) / "evaluate_run" / "tuned.json",
+            lambda d, losses=losses: d["heldout"].update(per_document=losses),
+        )
+    page = rendered(tmp_path, "best", "worse", "equal")
+    assert words in " ".join("".join(Page(page).text).split())
+
+
 def better(root, name, loss):
     """Write a run with this held-out loss."""
     folder = write_run(root, name, num_steps=3, rate=loss / 1000)

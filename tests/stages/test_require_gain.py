@@ -69,6 +69,16 @@ def test_source_may_lose_no_more_than_the_margin(margin, met):
         judged({"heldout_loss/other": 0.0}, change=lose)
 
 
+def test_gain_of_few_documents_has_no_interval_to_judge_by():
+    few = {"documents": 5, "loss_difference_ci95": None, "p_value": 0.0625}
+    with pytest.raises(UserError, match=r"require_by.*heldout_loss has no interval.*fewer than 6"):
+        judged(
+            {"heldout_loss": 0.0},
+            by="interval",
+            change=lambda content: content["comparisons"]["base"].update(few),
+        )
+
+
 def test_smaller_is_the_gain_of_a_metric_where_less_is_better():
     def less_is_better(content):
         content["tasks"]["pydocs_mc"]["metrics"]["acc"]["higher_is_better"] = False

@@ -302,8 +302,6 @@ def items(run: str) -> dict[str, Any]:
     short to judge, two have a fifth of their tokens in training rows, one has all of them."""
     return {
         "run": run,
-        "resamples": 100,
-        "seed": 0,
         "served": "tuned",
         "subjects": {},
         "overlap": {"pydocs_mc": [0.0, None, 0.25, 1.0]},
@@ -435,6 +433,7 @@ def rewards(accuracy: float, *, ratio: bool = True) -> dict[str, Any]:
         "accuracy_ci95": [accuracy - 0.0625, accuracy + 0.0625],
         "margin": 0.375,
         "margin_ci95": [0.25, 0.5],
+        "margins": [1.0 if n < accuracy * 61 else -1.0 for n in range(61)],
     }
     ratios = {"chosen_log_ratio": -0.03125, "chosen_log_ratio_ci95": [-0.0625, -0.015625]}
     ratios |= {"rejected_log_ratio": -0.5, "rejected_log_ratio_ci95": [-0.75, -0.25]}

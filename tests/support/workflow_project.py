@@ -53,7 +53,6 @@ SETTINGS: dict[str, Any] = {
         "tasks_dir": None,
         "samples": 2,
         "max_new_tokens": 5,
-        "bootstrap_resamples": 100,
     },
     "runs": {"demo": {}},
 }

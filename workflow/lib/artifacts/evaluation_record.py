@@ -60,9 +60,10 @@ class Sample(Record):
 class MetricDifference(Record):
     difference: float  # second subject - first
     difference_ci95: Interval | None
-    """95% interval over the items; null for a metric that is no mean over at least two items."""
-    p_value: float | None  # Two-sided p-value of no difference; null as the interval
-    test: str | None  # test of the p-value: `exact McNemar` or `paired bootstrap`
+    """95% interval over the items; null for a metric that is no mean over items, or of fewer than
+    6 items that are not right or wrong."""
+    p_value: float | None  # two-sided, of no difference; null for a metric that is no mean
+    test: str | None  # test of the p-value: `exact McNemar` or `sign flips`
     gained: int | None
     """Items that only the second subject answered rightly; null where values are not 0 and 1."""
     lost: int | None  # items that only the first subject answered rightly; null as `gained`
@@ -72,8 +73,8 @@ class LossDifference(Record):
     """Paired difference of the held-out loss, first subject - second: positive is better."""
 
     loss_difference: float | None  # nats per trained token; null if nothing was measured
-    loss_difference_ci95: Interval | None  # 95% interval over documents; null for fewer than two
-    p_value: float | None  # Two-sided p-value of no difference; null as the interval
+    loss_difference_ci95: Interval | None  # 95% interval over documents; null for fewer than 6
+    p_value: float | None  # two-sided, of no difference; null as the difference
     documents: int  # documents compared
 
 
@@ -83,7 +84,7 @@ class RewardDifference(Record):
     accuracy: float  # of the share of examples that are right
     accuracy_ci95: Interval | None  # 95% interval over examples
     margin: float  # of the mean margin
-    margin_ci95: Interval | None  # 95% interval over examples
+    margin_ci95: Interval | None  # 95% interval over examples; null for fewer than 6
 
 
 class Rewards(Record):
@@ -98,14 +99,15 @@ class Rewards(Record):
     margin: float
     """Mean margin: reward of the chosen answer - of the rejected one; of a rated answer its reward
     - the reference point, with the sign of its rating."""
-    margin_ci95: Interval | None  # 95% interval over examples
+    margin_ci95: Interval | None  # 95% interval over examples; null for fewer than 6
+    margins: list[float]  # of each example; it is right above 0
     chosen_log_ratio: float | None = None
     """Mean of log p - log p_ref over the tokens of chosen (good) answers, nats. It replaces the KL
     divergence to the reference, but is of given answers and not of the model's own: it may be
     negative. Null without a reference."""
-    chosen_log_ratio_ci95: Interval | None = None  # 95% interval over examples
+    chosen_log_ratio_ci95: Interval | None = None  # as of the margin
     rejected_log_ratio: float | None = None  # the same of rejected (bad) answers
-    rejected_log_ratio_ci95: Interval | None = None  # 95% interval over examples
+    rejected_log_ratio_ci95: Interval | None = None  # as of the margin
 
 
 class Comparison(LossDifference):
@@ -176,8 +178,6 @@ class Items(Record):
     """`evaluate_run/items.json`: the data of the statistics, without texts."""
 
     run: str  # name of the run
-    resamples: int  # of the bootstrap
-    seed: int  # of the bootstrap
     served: SubjectName  # the served model
     subjects: dict[SubjectName, SubjectItems]  # in display order
     overlap: dict[str, list[float | None]]

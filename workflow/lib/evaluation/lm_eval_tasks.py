@@ -46,6 +46,7 @@ from workflow.lib.system.undocumented_interfaces import check_interfaces
 
 logger = logging.getLogger("workflow")
 
+BOOTSTRAP = 1000  # resamples for the standard error of corpus-level metrics
 LoadedTasks = dict[str, Any]  # the harness's TaskDict: `tasks`, `groups`, `group_map`
 
 
@@ -93,9 +94,8 @@ def task_facts(
         "code": [file_sha256(path) for path in code],
         "chat_template": template,
         "lm_eval": lm_eval.__version__,
-        **settings.model_dump(
-            mode="json", include={"num_fewshot", "task_limit", "bootstrap_resamples", "seed"}
-        ),
+        "bootstrap_resamples": BOOTSTRAP,
+        **settings.model_dump(mode="json", include={"num_fewshot", "task_limit", "seed"}),
     }
 
 
@@ -196,7 +196,7 @@ def run_tasks(
         lm=SharingHFLM(model, tokenizer, batch_size=settings.batch_size, world=world),
         task_dict=tasks,
         limit=settings.task_limit,
-        bootstrap_iters=settings.bootstrap_resamples,
+        bootstrap_iters=BOOTSTRAP,
         apply_chat_template=settings.apply_chat_template,
         fewshot_as_multiturn=settings.apply_chat_template,
     )

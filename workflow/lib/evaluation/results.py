@@ -29,15 +29,12 @@ from workflow.lib.evaluation.task_scores import (
     Loss,
     by_source,
     difference_fields,
-    draws_of,
     loss_fields,
     task_differences,
 )
 from workflow.lib.model.safetensors_reader import QUANTIZATION
 from workflow.lib.settings.subjects import REFERENCES, SUBJECT_LABELS, SUBJECTS, SubjectName
 from workflow.lib.system.redaction import public_name
-
-DRAWS = {"resamples": 2000, "seed": 0}
 
 
 def four_bits_of(base: Path) -> FourBits | None:
@@ -76,7 +73,7 @@ def _difference(
 ) -> LossDifference:
     """Return first - second per token, with its interval."""
     pairs = [((x, n), (y, n)) for x, y, n in zip(first, second, tokens, strict=True)]
-    return LossDifference(**difference_fields(pairs, **DRAWS))
+    return LossDifference(**difference_fields(pairs))
 
 
 Losses = Sequence[Loss]
@@ -120,7 +117,7 @@ def _rewards(measured: Measurement, questions: Questions) -> dict[str, Any]:
     losses, preferences = _answer_losses(measured, questions), questions.preferences
     if losses is None or preferences is None:
         return {}
-    return {"rewards": rewards_record(preferences, losses, settings=questions.settings)}
+    return {"rewards": rewards_record(preferences, losses)}
 
 
 def _reward_difference(
@@ -129,8 +126,7 @@ def _reward_difference(
     old, new = (_answer_losses(measured, questions) for measured in (before, after))
     if old is None or new is None or questions.preferences is None:
         return {}
-    settings = questions.settings
-    return {"rewards": rewards_difference(questions.preferences, old, new, settings=settings)}
+    return {"rewards": rewards_difference(questions.preferences, old, new)}
 
 
 def _answer_losses(measured: Measurement, questions: Questions) -> dict[int, Loss] | None:
@@ -161,14 +157,13 @@ def _samples(measured: Measurement, questions: Questions) -> list[Sample]:
 def _heldout(losses: Losses, questions: Questions) -> Heldout | None:
     if not losses:
         return None
-    draws = draws_of(questions.settings)
     of: dict[str, Any] = {"of": questions.preferences.what} if questions.preferences else {}
     return Heldout(
-        **loss_fields(losses, **draws),
+        **loss_fields(losses),
         **of,
         sources={
-            name: SourceLoss(**loss_fields(some, **draws))
-            for name, some in by_source(losses, questions.sources).items()
+            name: SourceLoss(**loss_fields(each))
+            for name, each in by_source(losses, questions.sources).items()
         },
         per_document=_per_document(losses, questions),
     )
@@ -203,7 +198,6 @@ def items_of(
     loaded = {n: task for tasks in questions.tasks.values() for n, task in tasks["tasks"].items()}
     return Items(
         run=run,
-        **draws_of(questions.settings),
         served=served,
         subjects=subjects,
         overlap=overlap_shares(loaded, rows, questions.tokenizer),
@@ -212,15 +206,14 @@ def items_of(
 
 
 def compare(before: Measurement, after: Measurement, questions: Questions) -> Comparison:
-    draws = draws_of(questions.settings)
     pairs = list(zip(before.losses, after.losses, strict=True))
     return Comparison(
-        **difference_fields(pairs, **draws),
+        **difference_fields(pairs),
         sources={
-            name: LossDifference(**difference_fields(some, **draws))
-            for name, some in by_source(pairs, questions.sources).items()
+            name: LossDifference(**difference_fields(each))
+            for name, each in by_source(pairs, questions.sources).items()
         },
-        tasks=task_differences(before.tasks, after.tasks, **draws),
+        tasks=task_differences(before.tasks, after.tasks),
         **_reward_difference(before, after, questions),
     )
 

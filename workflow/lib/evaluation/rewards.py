@@ -16,7 +16,7 @@ import torch
 
 from workflow.lib.artifacts.evaluation_record import RewardDifference, Rewards
 from workflow.lib.data.tokens.token_store import TokenStore, choose_documents
-from workflow.lib.evaluation.task_scores import draws_of, estimate_ratio
+from workflow.lib.evaluation.intervals import Estimate, mean, mean_gain, signed_ratio
 from workflow.lib.objectives import pairs
 from workflow.lib.scores.store import ScoreStore
 from workflow.lib.settings.config import EvaluateConfig
@@ -123,38 +123,28 @@ class Preferences:
         )
 
 
-def rewards_record(
-    preferences: Preferences, losses: Losses, *, settings: EvaluateConfig
-) -> Rewards:
+def rewards_record(preferences: Preferences, losses: Losses) -> Rewards:
     margins = preferences.margins(losses)
-    fields = _of_margins([float(m > 0) for m in margins], margins, settings=settings)
+    right = [float(margin > 0) for margin in margins]
+    fields = _estimated("accuracy", mean(right)) | _estimated("margin", _mean_margin(margins))
     for name, good in (("chosen_log_ratio", True), ("rejected_log_ratio", False)):
         if ratios := preferences.log_ratios(losses, good=good):
-            fields |= _estimated(name, *ratios, settings=settings)
-    return Rewards.model_validate({"of": preferences.examples, "examples": len(margins), **fields})
+            fields |= _estimated(name, signed_ratio(*ratios))
+    examples = {"of": preferences.examples, "examples": len(margins), "margins": margins}
+    return Rewards.model_validate(examples | fields)
 
 
-def rewards_difference(
-    preferences: Preferences, before: Losses, after: Losses, *, settings: EvaluateConfig
-) -> RewardDifference:
-    both = list(zip(preferences.margins(before), preferences.margins(after), strict=True))
-    right = [float(new > 0) - float(old > 0) for old, new in both]
-    fields = _of_margins(right, [new - old for old, new in both], settings=settings)
-    return RewardDifference.model_validate(fields)
+def rewards_difference(preferences: Preferences, before: Losses, after: Losses) -> RewardDifference:
+    old, new = preferences.margins(before), preferences.margins(after)
+    right = ([float(margin > 0) for margin in margins] for margins in (old, new))
+    gains = [last - first for first, last in zip(old, new, strict=True)]
+    fields = _estimated("accuracy", mean_gain(*right))
+    return RewardDifference.model_validate(fields | _estimated("margin", _mean_margin(gains)))
 
 
-def _of_margins(
-    right: list[float], margins: list[float], *, settings: EvaluateConfig
-) -> dict[str, Any]:
-    ones = [1.0] * len(margins)
-    return _estimated("accuracy", right, ones, settings=settings) | _estimated(
-        "margin", margins, ones, settings=settings
-    )
+def _mean_margin(margins: Sequence[float]) -> Estimate:
+    return signed_ratio(margins, [1.0] * len(margins))
 
 
-def _estimated(
-    name: str, tops: list[float], bottoms: list[float], *, settings: EvaluateConfig
-) -> dict[str, Any]:
-    """Return a ratio of sums and its interval as fields; there is none of a single unit."""
-    estimate = estimate_ratio(tops, bottoms, **draws_of(settings))
-    return {name: sum(tops) / sum(bottoms), f"{name}_ci95": estimate.ci95}
+def _estimated(name: str, estimate: Estimate) -> dict[str, Any]:
+    return {name: estimate.value, f"{name}_ci95": estimate.ci95}

@@ -10,6 +10,7 @@ from typing import Any
 
 from workflow.lib.artifacts.evaluation_record import Evaluation
 from workflow.lib.artifacts.records import Interval
+from workflow.lib.evaluation.intervals import Estimate, signed_ratio
 from workflow.lib.report.run_results import Run
 from workflow.lib.settings.subjects import SubjectName
 
@@ -35,7 +36,8 @@ def setting_columns(runs: list[Run]) -> list[Column]:
 
 def result_columns(runs: list[Run]) -> list[Column]:
     """Return the results: losses with intervals, tasks, speed, cost; None for a missing task."""
-    results = [_results(run) | _task_results(run) for run in runs]
+    behind = behind_best(runs)
+    results = [_results(run) | _behind(behind.get(run.name)) | _task_results(run) for run in runs]
     return [_column(name, results) for name in _names(results)]
 
 
@@ -125,6 +127,15 @@ def _heldout(found: Evaluation) -> dict[str, Value]:
     }
 
 
+def _behind(estimate: Estimate | None) -> dict[str, Value]:
+    value, ci95, p_value = (
+        (None, None, None)
+        if estimate is None
+        else (estimate.value, estimate.ci95, estimate.p_value)
+    )
+    return _estimated("behind_best", value, ci95) | {"behind_best_p_value": p_value}
+
+
 def _estimated(name: str, value: Value, ci95: Interval | None) -> dict[str, Value]:
     low, high = ci95 or (None, None)
     return {name: value, f"{name}_ci95_low": low, f"{name}_ci95_high": high}
@@ -171,6 +182,40 @@ def best_run(runs: list[Run]) -> Run | None:
     if len(losses) < 2 or not comparable(runs):
         return None
     return min(wrong or losses, key=lambda pair: pair[0])[1]
+
+
+def pairs_of(runs: list[Run]) -> int:
+    return len(runs) * (len(runs) - 1) // 2
+
+
+def behind_best(runs: list[Run]) -> dict[str, Estimate]:
+    """Return by run its distance to the best one, paired: loss - the best's, or the best's share of
+    right rewards - its own. The same documents chose the best, so intervals and p-values are
+    corrected for all pairs of runs. Without runs of other documents."""
+    if (best := best_run(runs)) is None:
+        return {}
+    return {
+        run.name: signed_ratio(gains, weights, comparisons=pairs_of(runs))
+        for run in runs
+        if run is not best and (paired := _paired(run.measured.served, best.measured.served))
+        for gains, weights in [paired]
+    }
+
+
+def _paired(own: Evaluation, best: Evaluation) -> tuple[list[float], list[int]] | None:
+    """Return by unit the distance to the best and the weight; None for other documents."""
+    losses, others = (found.heldout.per_document if found.heldout else [] for found in (own, best))
+    both = list(zip(losses, others, strict=False))
+    same = all((one.document, one.tokens) == (two.document, two.tokens) for one, two in both)
+    if not losses or len(losses) != len(others) or not same:
+        return None
+    if best.rewards is None:
+        return [one.loss_sum - two.loss_sum for one, two in both], [one.tokens for one, _ in both]
+    if own.rewards is None or len(own.rewards.margins) != len(best.rewards.margins):
+        return None
+    margins = zip(own.rewards.margins, best.rewards.margins, strict=True)
+    gains = [float(two > 0) - float(one > 0) for one, two in margins]
+    return gains, [1] * len(gains)
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Value]:

@@ -200,7 +200,7 @@ def heldout_figure(runs: list[Run]) -> Figure | None:
     return Figure(
         "heldout",
         "Held-out loss: " + ", ".join(SUBJECT_LABELS[name] for name in shown),
-        f"Mean loss per trained token on the held-out {what}, nats; bars are 95% bootstrap "
+        f"Mean loss per trained token on the held-out {what}, nats; bars are 95% "
         "intervals. Lower is better.",
         "comparison-numbers" if len(runs) > 1 else "verdict",
         [_interval_points(measured, name) for name in shown],

@@ -20,11 +20,14 @@ from plotly.offline import get_plotlyjs
 from workflow import VERSION
 from workflow.lib.artifacts.records import Interval
 from workflow.lib.artifacts.training_record import Step
+from workflow.lib.evaluation.intervals import FEWEST
 from workflow.lib.planning.preflight.forecast import nearest_plans, plan_choices
 from workflow.lib.report.comparison import (
+    behind_best,
     best_run,
     comparable,
     flat,
+    pairs_of,
     result_columns,
     setting_columns,
     task_columns,
@@ -73,6 +76,7 @@ def _verdict(content: Content) -> dict[str, Any]:
     gates = {run.name: gate(content.evaluation_settings(run), run.measured) for run in runs}
     return {
         "others": [run for run in runs if run is not best],
+        "fewest": FEWEST,
         "heldout": heldout_figure(runs),
         "gates": gates,
         "doubtful": [
@@ -172,6 +176,8 @@ def render_page(
         "report": report,
         "runs": runs,
         "best": best_run(runs),
+        "behind": behind_best(runs),
+        "pairs": pairs_of(runs),
         "subject_labels": SUBJECT_LABELS,
         "subject_meanings": SUBJECT_MEANINGS,
         "shown_subjects": [n for n in SUBJECTS if any(n in r.measured.subjects for r in runs)],

@@ -30,12 +30,14 @@ OUTCOMES = {
     "improved": "lower than",
     "worsened": "higher than",
     "unclear": "not clearly different from",
+    "too few": "of too few documents to be told apart from",
 }
 # By the direction of a metric's paired interval (`TaskScore.change`).
 CHANGES = {
     "better": "Better than the {}, by the 95% interval",
     "worse": "Worse than the {}, by the 95% interval",
     "without a clear change": "No clear change against the {}",
+    "of too few items": "Of too few items to show a change against the {}",
     "not judged": "Not judged, for want of an interval or of a direction",
 }
 

@@ -24,12 +24,13 @@ from workflow.lib.artifacts.evaluation_record import (
 )
 from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.records import Interval
+from workflow.lib.evaluation.intervals import FEWEST
 from workflow.lib.settings.evaluate import REWARDS, EvaluateConfig, is_loss
 from workflow.lib.settings.subjects import REFERENCES, SUBJECT_LABELS, SUBJECTS, SubjectName
 from workflow.lib.system.checksums import damaged
 from workflow.lib.system.errors import UserError, setting_error
 
-Outcome = Literal["improved", "worsened", "unclear", "not measured"]
+Outcome = Literal["improved", "worsened", "unclear", "too few", "not measured"]
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,10 @@ class TaskScore:
     @property
     def change(self) -> str:
         """The paired interval's verdict on the served model: `better`, `worse` or `without a clear
-        change`; `not judged` without interval or direction."""
+        change`; `of too few items`; `not judged` without interval or direction."""
         ends, upwards = self.difference.difference_ci95, self.after.higher_is_better
+        if self.items < FEWEST:
+            return "of too few items"
         if ends is None or upwards is None:
             return "not judged"
         low, high = ends if upwards else (-ends[1], -ends[0])
@@ -97,12 +100,22 @@ class Measured:
     def outcome(self) -> Outcome:
         """The interval's verdict: for preferences of the share of right rewards, for other runs of
         the held-out loss."""
-        return self.loss_outcome if self.served.rewards is None else _outcome(self.reward_gain_ci95)
+        if self.served.rewards is None:
+            return self.loss_outcome
+        return _outcome(self.reward_gain_ci95, self.units)
+
+    @property
+    def units(self) -> int:
+        """The documents or examples that decide the outcome."""
+        rewards = self.served.rewards
+        return self.comparison.documents if rewards is None else rewards.examples
 
     @property
     def loss_outcome(self) -> Outcome:
-        """The interval's verdict on the held-out loss; `unclear`: it contains 0."""
-        return _outcome(self.comparison.loss_difference_ci95)
+        """The interval's verdict on the held-out loss; `unclear`: it contains 0; `too few`:
+        no difference of so few documents is significant."""
+        compared = self.comparison
+        return _outcome(compared.loss_difference_ci95, compared.documents)
 
     @property
     def rewards_beat(self) -> str:
@@ -141,7 +154,9 @@ class Measured:
         return four_bits_cost(self.subjects)
 
 
-def _outcome(gain: Interval | None) -> Outcome:
+def _outcome(gain: Interval | None, units: int) -> Outcome:
+    if 0 < units < FEWEST:
+        return "too few"
     if gain is None:
         return "not measured"
     return "improved" if gain[0] > 0 else "worsened" if gain[1] < 0 else "unclear"
@@ -251,7 +266,10 @@ def _verdict(name: str, least: float, measured: Measured, *, by: RequireBy) -> G
         gain, ci95 = _metric_gain(name, measured.served, reference)
     if by == "interval" and ci95 is None:
         raise setting_error(
-            "evaluate.require_by", by, f"{name} has no interval", "Set estimate, or remove it"
+            "evaluate.require_by",
+            by,
+            f"{name} has no interval: it is of fewer than {FEWEST} units, or no mean over items",
+            "Measure more of them, set estimate, or remove the requirement",
         )
     judged = ci95[0] if by == "interval" and ci95 is not None else gain
     return GainVerdict(

@@ -25,7 +25,10 @@ RENAMED_KEYS = {
     "train.products_in": "train.matmul_passes",
     "train.max_products_loss_rise": "train.max_matmul_loss_rise",
 }
-REMOVED_KEYS = {"train.saved_activations": "preflight never chose it, and it rounds gradients"}
+REMOVED_KEYS = {
+    "train.saved_activations": "preflight never chose it, and it rounds gradients",
+    "evaluate.bootstrap_resamples": "intervals are exact, or of a fixed number of draws",
+}
 SECTION_TAG = "<source>"
 CHANGE = "Change it in config.yaml."
 MISREAD = bool | int | float | datetime.date  # values that YAML makes of words without quotes

@@ -131,8 +131,6 @@ class EvaluateConfig(Section):
     """Held-out loss and perplexity per trained token, with intervals."""
     max_documents: int | None = Field(None, ge=1)
     """Most held-out documents to use; null = all."""
-    bootstrap_resamples: int = Field(1000, ge=100, le=100_000)
-    """Bootstrap resamples over documents for 95% intervals."""
     tasks: Annotated[tuple[str, ...], CHECKED_BEFORE] = ()
     """lm-evaluation-harness tasks, by name; local ones are looked up in `tasks_dir` first."""
     tasks_dir: Annotated[str | None, CHECKED_BEFORE] = None
@@ -165,7 +163,7 @@ class EvaluateConfig(Section):
     """Shard the weights over processes; `auto` = if they do not fit on one GPU. `false`: one
     process fills GPU after GPU."""
     seed: int = Field(0, ge=0, lt=2**31)
-    """Seed of bootstrap and choice of samples."""
+    """Seed of the choice of documents and samples, and of tasks."""
     require: Annotated[
         dict[str, float], Affects(read_by=("preflight_run",), told=("require_gain",))
     ] = Field({})
