@@ -6,6 +6,7 @@ import pytest
 
 from tests.support.rows import EXCHANGE, messages_of
 from workflow.lib.data.encoding.keys_read import KeyAccount
+from workflow.lib.data.encoding.preference_rows import to_judged
 from workflow.lib.data.encoding.row_formats import to_sample
 from workflow.lib.data.encoding.row_values import RowError
 from workflow.lib.settings.data import DataColumns
@@ -150,5 +151,13 @@ def test_prompt_that_ends_with_the_assistant_s_beginning_is_one_turn_with_the_co
     made: Any = to_sample(value, format="prompt_completion", columns=DataColumns())
     assert made.messages[2:] == [spoken("Sure, an oak.")]
     assert made.prefills == {2: "Sure, "}
+    pair = {"prompt": value["prompt"], "chosen": "an oak.", "rejected": [spoken("a stone.")]}
+    for rated in (False, True):
+        judged = to_judged(
+            pair, format="pairs", columns=DataColumns(), keys=KeyAccount(), rated=rated
+        )
+        assert [answer.prefills for answer in judged.answers] == [{1: "Sure, "}] * 2
+        assert [answer.trained for answer in judged.answers] == [[False, True]] * 2
+        assert judged.answers[1].messages == [ASK, spoken("Sure, a stone.")]
     value = {"prompt": EXCHANGE, "completion": EXCHANGE}
     assert messages_of(value, "prompt_completion") == [*EXCHANGE, *EXCHANGE]

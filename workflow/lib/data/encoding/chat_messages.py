@@ -113,19 +113,18 @@ def _one_turn(before: Message, message: Message) -> Message | None:
     with further calls; None if they are two turns."""
     if not before["role"] == message["role"] == "assistant":
         return None
-    if _is_reasoning_alone(before) and _reasoning_keys(message).isdisjoint(_filled(message)):
-        return {**before, **message, **{key: before[key] for key in _reasoning_keys(before)}}
-    if "tool_calls" in message and not message["content"] and not _reasoning_keys(message):
+    if _filled(message):
+        return None
+    if _is_reasoning_alone(before):
+        return {**before, **message, **{key: before[key] for key in _filled(before)}}
+    if "tool_calls" in message and not message["content"]:
         return {**before, "tool_calls": [*before.get("tool_calls", []), *message["tool_calls"]]}
     return None
 
 
-def _filled(message: Message) -> set[str]:
-    return {key for key in REASONING_KEYS if message.get(key)}
-
-
-def _reasoning_keys(message: Message) -> set[str]:
-    return {key for key in REASONING_KEYS if key in message}
+def _filled(message: Message) -> list[str]:
+    """Return the keys under which a message has a reasoning."""
+    return [key for key in REASONING_KEYS if message.get(key)]
 
 
 def _is_reasoning_alone(message: Message) -> bool:
@@ -254,7 +253,7 @@ def _check_one_whole_reasoning(
             f"unfinished reasoning: content of {where} begins with {BEGIN_OF_REASONING} and has no "
             f"{END_OF_REASONING}; a model would learn to stop within its reasoning"
         )
-    for key in _reasoning_keys(more):
+    for key in [key for key in REASONING_KEYS if key in more]:
         if more[key].strip() not in begin:
             raise RowError(
                 f"two reasonings: {where} has {key}, and its content begins with another; leave "
