@@ -24,7 +24,7 @@ from workflow.lib.evaluation.task_files import check_tasks
 from workflow.lib.model.architecture.model_shape import ModelShape, read_config, read_shape
 from workflow.lib.planning.preflight.checks import read_machine, read_tokens
 from workflow.lib.planning.preflight.planning_inputs import attention_needs, training_attention
-from workflow.lib.planning.preflight.questions import Asked
+from workflow.lib.planning.preflight.questions import PlannedRun
 from workflow.lib.planning.preflight.table import render, summary
 from workflow.lib.planning.preflight.what_if import NAME
 from workflow.lib.recording.recording_process import plan_recorder
@@ -33,7 +33,7 @@ from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import file_sha256, provenance, write_checked_json
 from workflow.scripts.command import run, stage_parser
 from workflow.scripts.preflight_run_by_hand import (
-    QUESTIONS,
+    SEARCHES,
     add_by_hand,
     answer,
     check_arguments,
@@ -51,7 +51,7 @@ def main(args: argparse.Namespace) -> None:
     check_arguments(
         args,
         needed=("model", "tokens", "output", "run"),
-        foreign=("gpus", "estimate", "host_gib", "seq_len", "deadline", *QUESTIONS),
+        foreign=("gpus", "estimate", "host_gib", "seq_len", *SEARCHES),
         use="with --config",
     )
     settings = RunConfig.model_validate(args.config)
@@ -63,7 +63,7 @@ def main(args: argparse.Namespace) -> None:
     args.output.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(args.output.parent).free
     with plan_recorder(read_config(Path(args.model)), shape) as record:
-        predict(args, Asked(settings, shape, machine, tokens, record, disk_free_bytes=free))
+        predict(args, PlannedRun(settings, shape, machine, tokens, record, disk_free_bytes=free))
 
 
 def read_model(model: Path, description: Path | None) -> ModelShape:
@@ -79,12 +79,12 @@ def read_model(model: Path, description: Path | None) -> ModelShape:
     return described(model)
 
 
-def predict(args: argparse.Namespace, asked: Asked) -> None:
+def predict(args: argparse.Namespace, planned: PlannedRun) -> None:
     """Decide, write and print; raises `UserError` if the run does not fit."""
-    decision, result = asked.predicted(advise=True)
+    decision, result = planned.predicted(advise=True)
     if args.output is not None:
         write_checked_json(args.output, result.model_dump() | {"provenance": provenance()})
-    settings, machine, shape = asked.settings, asked.machine, asked.shape
+    settings, machine, shape = planned.settings, planned.machine, planned.shape
     by_hand = args.config is None
     show = logger.info if by_hand or not decision.fits else logger.debug
     show("%s", render(result, run=args.run, host_origin=machine.imagined_host))

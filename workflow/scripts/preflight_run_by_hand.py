@@ -1,25 +1,23 @@
-"""Preflight by hand: one prediction for an imagined machine, or an inverse question.
+"""Preflight by hand: one prediction for an imagined machine, the longest row, or the largest model.
 
-Each question runs the same prediction many times, and prints the command for its answer alone."""
+Each search runs the same prediction many times, and prints the command for its answer alone."""
 
 import argparse
 import logging
-import math
 import shlex
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.model.architecture.shipped_shapes import known_models
-from workflow.lib.planning.preflight.machine_table import Answer, Offer, machine_table
 from workflow.lib.planning.preflight.questions import (
     LENGTH_STEP,
-    Asked,
+    PlannedRun,
     largest,
     longest,
     num_weights,
 )
-from workflow.lib.planning.preflight.table import render, render_answers
+from workflow.lib.planning.preflight.table import render
 from workflow.lib.planning.preflight.what_if import (
     find_config,
     find_shape,
@@ -36,8 +34,13 @@ from workflow.lib.system.environment import importing
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.gpu_models import parse_gpus
 
-QUESTIONS = ("longest", "largest", "cheapest", "compare")
+SEARCHES = ("longest", "largest")
 OF_A_RUN = ("model", "revision", "gpus", "host_gib", "seq_len", "rank", "batch", "rows", "set")
+NEEDED_AND_FOREIGN: dict[str | None, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    None: (("model", "gpus"), ()),
+    "longest": (("model", "gpus"), ("output", "seq_len")),
+    "largest": (("gpus",), ("output", "model", "revision")),
+}
 SEQ_LEN = 2048
 MOST_NAMED = 8  # models larger than the answer
 
@@ -47,51 +50,33 @@ logger = logging.getLogger("workflow")
 def answer(
     args: argparse.Namespace,
     parser: argparse.ArgumentParser,
-    predict: Callable[[argparse.Namespace, Asked], None],
+    predict: Callable[[argparse.Namespace, PlannedRun], None],
 ) -> None:
-    """Predict, or answer a question. Raises `UserError` if nothing fits."""
-    questions = [name for name in QUESTIONS if getattr(args, name) is not None]
-    if len(questions) > 1:
-        one, other = (f"--{name}" for name in questions[:2])
-        bound = f"{one} is asked too, and one question is answered at a time"
-        raise setting_error(other, getattr(args, questions[1]), bound, f"Remove {one} or {other}")
-    question = questions[0] if questions else None
-    check_by_hand(args, question)
+    """Predict, or search. Raises `UserError` if nothing fits."""
+    searches = [name for name in SEARCHES if getattr(args, name) is not None]
+    if len(searches) > 1:
+        bound = "--longest is given too, and one answer is searched at a time"
+        raise setting_error("--largest", args.largest, bound, "Remove --longest or --largest")
+    search = searches[0] if searches else None
+    check_by_hand(args, search)
     with recording_process() as process:
-        if question == "largest":
+        if search == "largest":
             print_largest(args, parser, process)
             return
-        shape, record = found_model(args, args.model, process)
-        if question in ("cheapest", "compare"):
-            print_machines(args, parser, shape, record)
-        elif question == "longest":
-            print_longest(args, parser, asked_run(args, shape, record))
+        planned = planned_run(args, *read_model(args, args.model, process))
+        if search == "longest":
+            print_longest(args, parser, planned)
         else:
-            predict(args, asked_run(args, shape, record))
+            predict(args, planned)
 
 
-def check_by_hand(args: argparse.Namespace, question: str | None) -> None:
-    """Raise `UserError` unless the arguments are those of a question, or of a prediction."""
-    table = question in ("cheapest", "compare")
-    needed = {"model": question != "largest", "gpus": not table}
-    foreign = {
-        "tokens": True,
-        "gpus": table,
-        "output": question is not None,
-        "model": question == "largest",
-        "revision": question == "largest",
-        "seq_len": question == "longest",
-    }
-    if args.deadline is not None and question != "cheapest":
-        raise setting_error("--deadline", args.deadline, "only --cheapest has one", "Remove it")
-    if args.deadline is not None and not 0 < args.deadline < math.inf:  # nor is nan a time
-        bound = "it must be above 0 and finite"
-        raise setting_error("--deadline", args.deadline, bound, "Give the hours from now")
-    use = f"with --{question}" if question else "without --config"
-    named = ([name for name, here in names.items() if here] for names in (needed, foreign))
-    check_arguments(args, *named, use=use)
+def check_by_hand(args: argparse.Namespace, search: str | None) -> None:
+    """Raise `UserError` unless the arguments are those of a search, or of a prediction."""
+    needed, foreign = NEEDED_AND_FOREIGN[search]
+    use = f"with --{search}" if search else "without --config"
+    check_arguments(args, needed, ("tokens", *foreign), use=use)
     lengths = [change for change in args.set if change.startswith("data.seq_len=")]
-    if question == "longest" and lengths:
+    if search == "longest" and lengths:
         raise setting_error("--set", lengths[0], "--longest finds it", "Remove it")
 
 
@@ -109,7 +94,7 @@ def check_arguments(
             raise setting_error(option, str(value), f"it has no meaning {use}", "Remove it")
 
 
-def found_model(
+def read_model(
     args: argparse.Namespace, name: str, process: RecordingProcess
 ) -> tuple[ModelShape, PlanRecorder]:
     """Return the shape of a model, and the recorder of its plans."""
@@ -129,11 +114,8 @@ def described(model: Path) -> ModelShape:
     return describe_folder(model) if weights else describe_file(model / "config.json")
 
 
-def asked_run(
-    args: argparse.Namespace, shape: ModelShape, record: PlanRecorder, **other: object
-) -> Asked:
-    """Return the run of the arguments; other: arguments in place of theirs."""
-    args = argparse.Namespace(**vars(args) | other)
+def planned_run(args: argparse.Namespace, shape: ModelShape, record: PlanRecorder) -> PlannedRun:
+    """Return the run of the arguments."""
     count, gpu = parse_gpus(args.gpus, setting="--gpus")
     seq_len = SEQ_LEN if args.seq_len is None else args.seq_len
     settings = settings_of(
@@ -141,21 +123,23 @@ def asked_run(
     )
     machine = machine_by_hand((count, gpu), asked_gib=args.host_gib, hardware=settings.hardware)
     tokens = imagined_tokens(shape, seq_len=settings.data.seq_len, rows=args.rows)
-    return Asked(settings, shape, machine, tokens, record, args.estimate)
+    return PlannedRun(settings, shape, machine, tokens, record, args.estimate)
 
 
-def print_longest(args: argparse.Namespace, parser: argparse.ArgumentParser, asked: Asked) -> None:
+def print_longest(
+    args: argparse.Namespace, parser: argparse.ArgumentParser, planned: PlannedRun
+) -> None:
     """Print the longest row, its speed, and its prediction."""
-    found = longest(asked)
-    if found is None:
+    forecast = longest(planned)
+    if forecast is None:
         raise UserError(
             f"--longest: not even a short row fits {args.gpus}. Name more or larger GPUs, or a "
             "smaller model."
         )
-    logger.info("%s", render(found, run=args.run, host_origin=asked.machine.imagined_host))
-    seq_len, speed = found.plan.seq_len, found.time.tokens_per_s_per_process
+    logger.info("%s", render(forecast, run=args.run, host_origin=planned.machine.imagined_host))
+    seq_len, speed = forecast.plan.seq_len, forecast.time.tokens_per_s_per_process
     at = "" if speed is None else f", {speed:,.0f} tokens/s per GPU"
-    more = asked.shape.max_position_embeddings - seq_len >= LENGTH_STEP
+    more = planned.shape.max_position_embeddings - seq_len >= LENGTH_STEP
     bound = "memory allows no longer one" if more else "the model reads no longer one"
     logger.info("the longest row: data.seq_len = %d%s; %s", seq_len, at, bound)
     logger.info("%s", command_of(args, parser, seq_len=seq_len))
@@ -169,12 +153,12 @@ def print_largest(
     models = dict[str, tuple[ModelShape, PlanRecorder]]()
     for name in names:
         try:
-            models[name] = found_model(args, name, process)
+            models[name] = read_model(args, name, process)
         except UserError as error:
             said = str(error) if name and name in str(error) else f"{name!r}: {error}"
             raise UserError(f"--largest: {said}") from None
     shapes = {name: shape for name, (shape, _) in models.items()}
-    found = largest(shapes, lambda name: asked_run(args, *models[name]))
+    found = largest(shapes, lambda name: planned_run(args, *models[name]))
     if found.forecast is not None:
         logger.info("%s", render(found.forecast, run=str(found.name)))
     left, named = len(found.larger), list(found.larger.items())[-MOST_NAMED:]
@@ -195,46 +179,6 @@ def print_largest(
 def billions(shape: ModelShape) -> str:
     """Return how many weights a model has, in words."""
     return f"{num_weights(shape) / 1e9:.3g} billion weights"
-
-
-def print_machines(
-    args: argparse.Namespace,
-    parser: argparse.ArgumentParser,
-    shape: ModelShape,
-    record: PlanRecorder,
-) -> None:
-    """Print a table of machines, and with `--cheapest` the one that costs least by the deadline."""
-    text, setting = (
-        (args.compare, "--compare") if args.compare is not None else (args.cheapest, "--cheapest")
-    )
-    table = machine_table(text, setting=setting)
-    processes = [parse_gpus(x.gpus, setting=setting)[0] * x.nodes for x in table.machines]
-    shared = math.lcm(*processes)
-    batch = args.batch or math.ceil(16 / shared) * shared
-
-    def answered(offer: Offer) -> Answer:
-        asked = asked_run(args, shape, record, **of_offer(args, offer, batch))
-        return table.answer(offer, asked.predicted)
-
-    answers = [answered(offer) for offer in table.machines]
-    logger.info("%s", render_answers(answers, run=args.run))
-    if args.cheapest is None:
-        for one in answers:
-            if one.fits:
-                logger.info("%s", command_of(args, parser, **of_offer(args, one.offer, batch)))
-        return
-    best = table.cheapest(answers, hours=args.deadline)
-    logger.info("the cheapest: %s, %.2f in %.3g h", best.offer.label, best.cost, best.hours)
-    logger.info("%s", command_of(args, parser, **of_offer(args, best.offer, batch)))
-
-
-def of_offer(args: argparse.Namespace, offer: Offer, batch: int) -> dict[str, object]:
-    """Return the arguments for a machine of the table."""
-    nodes = [] if offer.nodes == 1 else [f"hardware.nodes={offer.nodes}"]
-    host_gib = args.host_gib if offer.host_gib is None else offer.host_gib
-    return {
-        "gpus": offer.gpus, "host_gib": host_gib, "batch": batch, "set": [*args.set, *nodes]
-    }  # fmt: skip
 
 
 def command_of(args: argparse.Namespace, parser: argparse.ArgumentParser, **answer: object) -> str:
@@ -273,22 +217,13 @@ def add_by_hand(parser: argparse.ArgumentParser) -> None:
     by_hand.add_argument(
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="any other setting"
     )
-    questions = parser.add_argument_group("questions by hand, one at a time")
-    questions.add_argument(
+    searches = parser.add_argument_group("searches by hand, one at a time")
+    searches.add_argument(
         "--longest", action="store_const", const=True, help="the longest row that trains"
     )
-    questions.add_argument(
+    searches.add_argument(
         "--largest",
         nargs="*",
         metavar="MODEL",
         help="the largest of these models that fits (all that are shipped)",
-    )
-    questions.add_argument(
-        "--compare", metavar="MACHINES", help="machines side by side: a YAML file, or 2x4090,8xH100"
-    )
-    questions.add_argument(
-        "--cheapest", metavar="FILE", help="the machine of a YAML file that costs least"
-    )
-    questions.add_argument(
-        "--deadline", type=float, metavar="HOURS", help="of --cheapest: from now"
     )

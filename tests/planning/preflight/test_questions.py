@@ -1,4 +1,4 @@
-"""Questions backwards, on memory that is made up."""
+"""The longest row and the largest model, on memory that is made up."""
 
 from dataclasses import replace
 from typing import get_args
@@ -14,7 +14,7 @@ from tests.support.preflight_examples import (
     machine,
     token_counts,
 )
-from workflow.lib.planning.preflight.questions import Asked, largest, longest
+from workflow.lib.planning.preflight.questions import PlannedRun, largest, longest
 from workflow.lib.settings.objectives import ObjectiveName
 from workflow.lib.system.units import GIB
 
@@ -26,7 +26,7 @@ few_layers = llama_shape(
 def asked(shape=few_layers, share=1.0, run=None, **changes):
     on = machine(**{"gpu_bytes": 10 * GIB} | changes)
     record = MadeUpMemory(shape, lambda _: share)
-    return Asked(run or run_config(), shape, on, token_counts(seq_len=2048), record)
+    return PlannedRun(run or run_config(), shape, on, token_counts(seq_len=2048), record)
 
 
 def fits(one, seq_len):

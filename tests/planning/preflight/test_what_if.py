@@ -150,7 +150,6 @@ def test_any_setting_can_be_given(tiny):
         (("--model", "Qwen3-8B", "--gpus", "4090", "--set", "hardware.gpus=2"), (
             "--gpus says which GPUs there are"
         )),
-        (("--model", "Qwen3-8B", "--gpus", "4090", "--deadline", "3"), "= 3.0: only --cheapest"),
         (("--model", "Qwen3-8B", "--gpus", "4090", "--set", "lora.r=010"), (
             "--set lora.r=010: YAML reads 010 as 8. Write 8"
         )),
@@ -158,7 +157,7 @@ def test_any_setting_can_be_given(tiny):
             "--set = 'data.seed=2026-99-99': it cannot be read"
         )),
         (("--model", "Qwen3-8B", "--gpus", "4090", "--longest", "--largest"), (
-            "--largest = []: --longest is asked too"
+            "--largest = []: --longest is given too"
         )),
         (("--model", "Qwen3-8B", "--gpus", "4090", "--longest", "--seq-len", "8"), (
             "--seq-len = '8': it has no meaning with --longest"
@@ -172,18 +171,8 @@ def test_any_setting_can_be_given(tiny):
         (("--gpus", "4090", "--largest", ""), "--largest: '': --model = '': no such folder"),
         (("--gpus", "4090", "--model", ""), "--model = '': no such folder"),
         (("--gpus", "4090", "--model", "Qwen3-8B", "--host-gib", "inf"), "--host-gib = inf"),
-        (("--model", "Qwen3-8B", "--compare", ""), "--compare = '': machines.1.gpus"),
         (("--gpus", "4090", "--model", "Qwen3-8B", "--largest"), "--model = 'Qwen3-8B'"),
         (("--gpus", "4090", "--longest"), "--model = null: it is needed with --longest"),
-        (("--model", "Qwen3-8B", "--gpus", "4090", "--compare", "4090"), "--gpus = '4090'"),
-        (("--model", "Qwen3-8B", "--compare", "2x4090,3x4091"), "machines.2.gpus = '3x4091'"),
-        (("--model", "Qwen3-8B", "--cheapest", "/nowhere.yaml"), (
-            "/nowhere.yaml: there is no such file or folder"
-        )),
-        (("--model", "Qwen3-8B", "--cheapest", "workflow/resources/machines.yaml",
-          "--deadline", "-3"), "--deadline = -3.0: it must be above 0 and finite"),
-        (("--model", "Qwen3-8B", "--cheapest", "workflow/resources/machines.yaml",
-          "--deadline", "nan"), "--deadline = nan: it must be above 0 and finite"),
         (("--config", "{}", "--model", "x"), "--tokens = null"),
         (("--config", "{}", "--model", "x", "--tokens", "x", "--output", "x", "--run", "x",
           "--longest"), "--longest = 'True'"),
@@ -203,26 +192,16 @@ def test_nodes_are_counted_into_processes_and_rows_of_a_step():
     assert run.train.global_batch_size == 24
 
 
-QUESTIONS = {
+SEARCHES = {
     "longest": (["--gpus", "4090", "--longest"], "the longest row: data.seq_len = 128, "),
     "largest": (["--gpus", "4090", "--seq-len", "64", "--largest"], "the largest of 1 models: "),
-    "compare": (["--compare", "4090,A100", "--seq-len", "64"], "A100"),
-    "cheapest": (
-        ["--cheapest", "TABLE", "--deadline", "9", "--seq-len", "64"],
-        "the cheapest: A100, ",
-    ),
 }
 
 
-@pytest.mark.parametrize("question", QUESTIONS)
-def test_question_is_answered_with_a_command_that_gives_the_answer_alone(tiny, tmp_path, question):
-    words, said = QUESTIONS[question]
-    table = tmp_path / "machines.yaml"
-    table.write_text(
-        "machines: [{gpus: 4090, price_per_hour: 9000}, {gpus: A100, price_per_hour: 2}]"
-    )
-    words = [str(table) if word == "TABLE" else word for word in words]
-    model = [tiny] if question == "largest" else ["--model", tiny]
+@pytest.mark.parametrize("search", SEARCHES)
+def test_search_is_answered_with_a_command_that_gives_the_answer_alone(tiny, search):
+    words, said = SEARCHES[search]
+    model = [tiny] if search == "largest" else ["--model", tiny]
     answer = ask(*words, *model, "--estimate")
     assert answer.returncode == 0, answer.stderr
     assert said in answer.stderr

@@ -17,7 +17,7 @@ from workflow.lib.planning.machine import requested_processes
 from workflow.lib.planning.model_sizes import Shape, chosen_method, rounding_seconds
 from workflow.lib.planning.preflight.checks import read_machine, read_tokens
 from workflow.lib.planning.preflight.decision import Decision
-from workflow.lib.planning.preflight.questions import Asked
+from workflow.lib.planning.preflight.questions import PlannedRun
 from workflow.lib.planning.preflight.replay_check import Recorder
 from workflow.lib.settings.config import RunConfig
 from workflow.lib.system.units import MIB
@@ -152,7 +152,7 @@ def _decide(
     shape, tokens = read_shape(description), read_tokens(Path(manifest))
     machine = read_machine(run.hardware)
     with recorder(read_config(description), shape) as record:
-        return Asked(run, shape, machine, tokens, record, estimate=True).predicted(advise=True)
+        return PlannedRun(run, shape, machine, tokens, record, estimate=True).predicted(advise=True)
 
 
 def _allocation(host_bytes: float, minutes: float) -> Allocation:

@@ -1,4 +1,4 @@
-"""Inverse questions to preflight: the longest row, the largest model, a comparison of machines.
+"""A run on a machine, the longest row that trains there, and the largest model.
 
 Every answer is `decide` and `forecast` with one change: this module counts neither bytes nor
 seconds."""
@@ -27,7 +27,7 @@ LENGTH_STEP = 64  # tokens between the row lengths that are tried
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlannedRun:
     """A run on a machine, and the recorder of its plans."""
 
     settings: RunConfig
@@ -54,7 +54,7 @@ class Asked:
         )
         return decision, forecast(decision, self.settings, self.shape, self.machine, self.tokens)
 
-    def with_rows_of(self, seq_len: int) -> "Asked":
+    def with_rows_of(self, seq_len: int) -> "PlannedRun":
         """Return the same run with as many full rows of another length."""
         rows = self.tokens.packed_rows
         tokens = replace(self.tokens, seq_len=seq_len, trained_tokens=rows * seq_len)
@@ -63,7 +63,7 @@ class Asked:
             self, settings=self.settings.model_copy(update={"data": data}), tokens=tokens
         )
 
-    def with_fewest_rows(self) -> "Asked":
+    def with_fewest_rows(self) -> "PlannedRun":
         """Return the same run with a row a micro-batch, if the search decides on its rows."""
         if self.settings.train.micro_batch_size != "auto":
             return self
@@ -102,28 +102,28 @@ class _LengthLines:
         return self.record.tape(plan)
 
 
-def longest(asked: Asked) -> Forecast | None:
+def longest(planned: PlannedRun) -> Forecast | None:
     """Return the prediction of the longest row that trains, within 1% or 64 tokens; None if the
     shortest does not. Lines guide the search, recordings of the chosen plans decide; with
     `estimate` the lines do."""
-    most = asked.shape.max_position_embeddings
+    most = planned.shape.max_position_embeddings
     lengths = range(LENGTH_STEP, most + 1, LENGTH_STEP) or range(most, most + 1)
-    lines = _LengthLines(asked.record, lengths[len(lengths) // 8], lengths[-1])
-    run = replace(asked.with_fewest_rows(), record=lines)
-    by_lines = replace(run, estimate=True)
+    lines = _LengthLines(planned.record, lengths[len(lengths) // 8], lengths[-1])
+    recorded = replace(planned.with_fewest_rows(), record=lines)
+    by_lines = replace(recorded, estimate=True)
     found: Forecast | None = None
 
-    def at(place: int, one: Asked) -> Forecast | None:
-        decision, forecast = one.with_rows_of(lengths[place]).predicted()
+    def at(place: int, run: PlannedRun) -> Forecast | None:
+        decision, forecast = run.with_rows_of(lengths[place]).predicted()
         return forecast if decision.fits else None
 
     place = bisect_left(range(len(lengths)), True, key=lambda x: at(x, by_lines) is None) - 1
-    if asked.estimate:
-        return at(place, asked.with_fewest_rows()) if place >= 0 else None
+    if planned.estimate:
+        return at(place, planned.with_fewest_rows()) if place >= 0 else None
     fits, fails = -1, len(lengths)  # the last place known to fit, and the first not to
     place, stride = max(place, 0), max(1, place // 100)
     while fails - fits > max(1, fits // 100):
-        if (held := at(place, run)) is not None:
+        if (held := at(place, recorded)) is not None:
             fits, found = place, held
         else:
             fails = place
@@ -133,7 +133,7 @@ def longest(asked: Asked) -> Forecast | None:
     if found is None:
         return None
     # Time is not linear in the length.
-    return at(fits, asked.with_fewest_rows()) or found
+    return at(fits, planned.with_fewest_rows()) or found
 
 
 @dataclass(frozen=True)
@@ -146,15 +146,15 @@ class Largest:
     larger: Mapping[str, str]
 
 
-def largest(models: Mapping[str, ModelShape], ask: Callable[[str], Asked]) -> Largest:
+def largest(models: Mapping[str, ModelShape], run_with: Callable[[str], PlannedRun]) -> Largest:
     """Return the largest of some models that fits. A model that cannot be trained with these
     settings (its context is too short, it lacks a target) does not fit."""
     larger = dict[str, str]()
     for name in sorted(models, key=lambda name: -num_weights(models[name])):
-        asked = ask(name)
+        planned = run_with(name)
         try:
-            lack = asked.too_large()
-            decision, found = (None, None) if lack else asked.predicted()
+            lack = planned.too_large()
+            decision, found = (None, None) if lack else planned.predicted()
         except UserError as error:
             decision, lack = None, str(error).splitlines()[0]
         if decision is not None and decision.fits:

@@ -2,14 +2,12 @@
 
 import io
 import shutil
-from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
 
 from workflow.lib.artifacts.preflight_record import Estimate, Forecast
 from workflow.lib.planning.preflight.forecast import nearest_plans, plan_choices
-from workflow.lib.planning.preflight.machine_table import Answer
 from workflow.lib.step_plan.memory_options import in_words
 from workflow.lib.system.number_formats import duration
 from workflow.lib.system.units import GIB, MIB
@@ -27,37 +25,6 @@ def render(forecast: Forecast, *, run: str, host_origin: str | None = None) -> s
     for row in _facts(forecast, host_origin=host_origin).items():
         facts.add_row(*row)
     return _printed(_terms(forecast, run=run), _plans(forecast), facts)
-
-
-def render_answers(answers: Sequence[Answer], *, run: str) -> str:
-    """Return machines beside each other as plain text."""
-    table = Table(title=f"run {run}: predicted on each machine", title_justify="left")
-    for title in ("machine", "peak", "of", "step, s", "tokens/s", "hours", "cost"):
-        table.add_column(title, justify="left" if title == "machine" else "right", no_wrap=True)
-    table.add_column("a micro-batch")
-    for answer in answers:
-        found = answer.forecast
-        if found is None:
-            table.add_row(answer.offer.label, *[""] * 6, answer.lack)
-            continue
-        plan, time = found.plan, found.time
-        speed = ["not known", "", ""]
-        if time.step_s is not None and time.tokens_per_s_per_process is not None:
-            every_gpu = time.tokens_per_s_per_process * plan.processes
-            speed = [f"{time.step_s:.3g}", f"{every_gpu:,.0f}", f"{time.total_h:.3g}"]
-        host = in_words(plan)["on the host"]
-        words = f"{plan.micro_batch_size} row{'s' * (plan.micro_batch_size > 1)}" + (
-            f"; {host} on the host" if host != "nothing" else ""
-        )
-        table.add_row(
-            answer.offer.label,
-            _size(found.peak_bytes),
-            _size(found.capacity_bytes),
-            *speed,
-            f"{answer.cost:,.2f}" if answer.cost > 0 else "",
-            words if answer.fits else "does not fit",
-        )
-    return _printed(table)
 
 
 def _printed(*tables: Table) -> str:
