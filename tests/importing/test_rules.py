@@ -38,7 +38,8 @@ def run_of(draft) -> RunConfig:
 
 # How many of the 30 examples become a config, and why the others do not: the first reason.
 ENDS = {
-    ("axolotl", "a config"): 21,
+    ("axolotl", "a config"): 20,
+    ("axolotl", "other weights"): 1,
     ("axolotl", "all weights"): 6,
     ("axolotl", "pictures"): 1,
     ("axolotl", "an adapter is not merged"): 1,
@@ -110,7 +111,12 @@ STABLE = {
             "lora.target_modules",
             r"model\.(q|k)_proj",
         ),
-        ({"max_steps": 200, "warmup_steps": 10}, "train.warmup_share", 0.05),
+        ({"warmup_steps": 10}, "train.warmup_steps", 10),
+        ({"max_steps": 200, "warmup_steps": 10}, "train.warmup_steps", 10),
+        ({"warmup_steps": 0.1}, "train.warmup_share", 0.1),
+        ({}, "data.overlong", "drop"),  # axolotl's default
+        ({"max_steps": 90, "eval_steps": 0.1}, "train.evaluate_every_steps", 9),
+        ({"max_steps": 90, "save_steps": 0.5}, "train.checkpoint_every_steps", 45),
         ({"max_steps": 200, "num_epochs": 4}, "train.epochs", None),
         ({"lr_scheduler": "constant", "warmup_ratio": 0.1}, "train.warmup_share", 0.0),
         ({"lr_scheduler": "polynomial"}, "train.lr_schedule", "cosine"),
@@ -155,6 +161,9 @@ def test_a_key_means_this_setting(keys, setting, value):
         ({"micro_batch_size": "two"}, "micro_batch_size = 'two': must be a number"),
         ({"lora_target_modules": [1]}, "must be a text, or a list of texts"),
         ({"datasets": [3]}, "must be a list of datasets"),
+        ({"eval_steps": 0.1}, "eval_steps = 0.1: a share of all steps"),
+        (STABLE | {"max_steps": None}, "num_decay_steps = 50: .* max_steps"),
+        ({"unfrozen_parameters": ["lm_head"]}, "other weights than those of an adapter"),
         ({"adam_eps": 1e-8, "adam_epsilon": 1e-9}, "adam_eps means the same"),
     ],
 )
@@ -167,6 +176,18 @@ def test_an_unknown_key_is_named_with_the_nearest_known_one():
     draft = imported(QLORA | {"lora_rnak": 3})
     (why,) = by_reason(draft, "unknown")
     assert why.endswith("did you mean lora_r?")
+
+
+@pytest.mark.parametrize(
+    ("key", "usual", "other"),
+    [("roles_to_train", ["assistant"], ["user", "assistant"]), ("train_on_eos", "turn", "all")],
+)
+def test_value_that_trains_other_tokens_has_no_counterpart(key, usual, other):
+    for value, kind in ((usual, "not needed"), (other, "without counterpart")):
+        draft = imported(QLORA | {"datasets": [{"path": "rows.jsonl", key: value}]})
+        assert [f"datasets.{key}"] in [
+            [*outcome.keys] for outcome in draft.outcomes if outcome.kind == kind
+        ]
 
 
 def test_bases_in_8_and_16_bits_are_told_of_as_changed():

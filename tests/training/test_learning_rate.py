@@ -36,6 +36,12 @@ def test_rate_of_every_step_is_that_by_hand(schedule, warmup, floor, expected):
     assert found == pytest.approx(expected)
 
 
+def test_warm_up_in_steps_is_the_same_for_any_length():
+    for num_steps in (3, 9):
+        found = rates(num_steps, lr_schedule="constant", warmup_steps=4)
+        assert found == pytest.approx([0.25, 0.5, 0.75, *[1] * 6][:num_steps])
+
+
 @pytest.mark.parametrize(
     "schedule", [*get_args(TrainConfig.model_fields["lr_schedule"].annotation)]
 )

@@ -16,7 +16,7 @@ from workflow.lib.system.input_files import read_input
 INFO = "dataset_info.json"
 NO_DATA = "data/train.jsonl"
 BUILDERS = ("json", "csv", "parquet", "text", "arrow")
-ANSWERS_ALONE = ("completion_only_loss", "assistant_only_loss", "train_on_responses_only")
+ANSWERS_ALONE = ("completion_only_loss", "assistant_only_loss")
 MASKS = ("train_on_inputs", "train_on_prompt", "mask_history", *ANSWERS_ALONE)
 SPLIT = re.compile(r"(\w+)(?:\[:(\d+)%\])?")
 FORMATS = {

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from workflow.importing.reading import Kind, Source, Words, table
-from workflow.importing.scripts import SHOWN_CHARS, Computed
 from workflow.lib.settings.config import Config
 from workflow.lib.settings.objectives import ObjectiveName, needs_of
 from workflow.lib.system.errors import UserError, as_yaml, setting_error
 
+SHOWN_CHARS = 80
 OFF: tuple[Any, ...] = (None, False, "", "no", "none", "off", 0, [], {})
 
 
@@ -42,8 +42,7 @@ class Draft:
                 self.add("", {key: value})
 
     def add(self, prefix: str, values: dict[str, Any]) -> None:
-        """Add keys. Raises `UserError` for two of one meaning; in a script the first counts, which
-        is that of the training's arguments (`read_script`)."""
+        """Add keys. Raises `UserError` for two of one meaning."""
         for key, value in values.items():
             spelled = f"{prefix}{key}"
             name = self.own.called.get(spelled, spelled)
@@ -52,10 +51,6 @@ class Draft:
             known = self._given.get(name)
             if value not in (*OFF, known) and known not in OFF and not prefix:
                 place, other = f"{self.source.file}: {spelled}", self.spelled[name]
-                if self.source.is_script:
-                    why = f"{other} of the training's arguments comes first"
-                    self.outcomes.append(Outcome("without effect", (spelled,), why))
-                    continue
                 raise setting_error(place, value, f"{other} means the same", "Remove one of them")
             names = [self.spelled[name]] if name in self.spelled and not prefix else []
             self.spelled[name] = ", ".join([*names, spelled])
@@ -63,9 +58,9 @@ class Draft:
                 self._given[name] = value
 
     def has(self, key: str) -> bool:
-        """Whether the file gives a value that no script computes."""
+        """Whether the file gives a value."""
         self._asked.add(key)
-        return key in self._given and not isinstance(self._given[key], Computed)
+        return key in self._given
 
     def get(self, key: str) -> Any:
         """Return the file's value, else the trainer's default."""
@@ -153,14 +148,15 @@ class Draft:
     def _account(self, name: str, kind: Kind, why: str, *, known: set[str]) -> None:
         value = self._given.get(name)
         near = difflib.get_close_matches(self.spelled[name], known, n=1)
-        if isinstance(value, Computed) and kind in ("unknown", "changed"):
-            formula = f"the script computes it ({value.text}); set it by hand"
-            self.note("without counterpart", [name], formula)
-        elif kind == "unknown" and name not in known:
+        holds_for = (self.shared.only_as | self.own.only_as).get(name, [value])
+        if kind == "unknown" and name not in known:
             hint = f"; did you mean {near[0]}?" if near else ""
             self.note(kind, [name], f"nothing of it is in the config{hint}")
         elif kind == "unknown" or (value in OFF and (kind != "changed" or value is None)):
             self.note("without effect", [name], "empty, off, or left out by other keys")
+        elif value not in holds_for:
+            usual = " or ".join(str(known) for known in holds_for)
+            self.note("without counterpart", [name], f"here it is always {usual}")
         elif kind == "refused":
             self.refuse(name, why)
         else:

@@ -9,14 +9,12 @@ from typing import Any, Literal, NamedTuple, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict
 
-from workflow.importing.scripts import imports_unsloth, read_script
 from workflow.lib.settings.yaml_files import check_yaml
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.input_files import read_input
 
 TABLES = Path(__file__).parents[1] / "resources" / "trainers"
-TrainerName = Literal["axolotl", "llama_factory", "trl", "unsloth"]
-TableName = TrainerName | Literal["trl_script"]
+TrainerName = Literal["axolotl", "llama_factory", "trl"]
 Kind = Literal[
     "taken", "changed", "by default", "not needed",
     "without counterpart", "without effect", "unknown", "refused",
@@ -51,6 +49,8 @@ class Table(BaseModel):
     words: dict[str, Words] = {}
     below: list[str] = []
     reasons: dict[Kind, dict[str, list[str]]] = {}
+    only_as: dict[str, list[Any]] = {}
+    """Values of keys for which their reason holds; other values change what is trained."""
 
     def accounts(self) -> dict[str, tuple[Kind, str]]:
         """Return the outcome of a key without a setting, and its reason."""
@@ -62,42 +62,30 @@ class Source(NamedTuple):
     """A file of another trainer: the trainer, and its keys with their values."""
 
     file: Path
-    trainer: TableName
+    trainer: TrainerName
     values: dict[str, Any]
-
-    @property
-    def is_script(self) -> bool:
-        return self.file.suffix == ".py"
 
 
 @cache
 def table(name: str) -> Table:
     """Return the table of a trainer, or of `transformers`: the keys that all trainers share."""
-    document = yaml.safe_load((TABLES / f"{name}.yaml").read_text("utf-8"))
-    base = table(document.pop("extends")).model_dump() if "extends" in document else {}
-    return Table.model_validate(base | document)
+    return Table.model_validate(yaml.safe_load((TABLES / f"{name}.yaml").read_text("utf-8")))
 
 
 def read_source(file: Path, trainer: TrainerName | None) -> Source:
     """Read a file; trainer: None: its keys decide. Raises `UserError` for any other file."""
     if file.suffix == ".py":
-        text = read_input(file)
-        owner: TableName = "unsloth" if imports_unsloth(text) else "trl_script"
-        owner = owner if trainer in (None, "trl") else trainer
-        return Source(file, owner, read_script(file, text, called=calls_known_of(owner)))
+        raise UserError(
+            f"{file}: Python scripts are not read. Name a trainer's YAML file, or write a config "
+            "by hand (workflow/docs/configuration.md)."
+        )
     check_yaml(file)
     document = yaml.safe_load(read_input(file))
     if not isinstance(document, dict) or not document:
         what = "has no keys" if document else "is empty"
-        raise UserError(f"{file}: it {what}. Name a trainer's YAML file, or a Python script.")
+        raise UserError(f"{file}: it {what}. Name a trainer's YAML file.")
     values = {str(key): _numbers(value) for key, value in document.items()}
     return Source(file, trainer or _whose(file, values), values)
-
-
-def calls_known_of(name: TableName) -> frozenset[str]:
-    """Return the calls of a script, as `map()`, in a table."""
-    accounts = table("transformers").accounts() | table(name).accounts()
-    return frozenset(key for key in accounts if key.endswith("()"))
 
 
 def _whose(file: Path, values: Mapping[str, Any]) -> TrainerName:

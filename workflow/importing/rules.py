@@ -1,5 +1,6 @@
 """Keys of other trainers whose meaning here is not just another name."""
 
+import math
 import re
 from typing import Any
 
@@ -127,29 +128,39 @@ def _length(draft: Draft) -> None:
 
 
 def _schedule(draft: Draft) -> None:
-    steps, total = draft.number("warmup_steps") or 0, draft.number("max_steps") or 0
-    share = draft.number("warmup_ratio") or 0.0
-    keys, setting = ("warmup_ratio", "warmup_steps"), "train.warmup_share"
-    if draft.get("lr_scheduler_type") == "constant":
-        draft.put(setting, 0.0, *keys, how="a constant rate has no warm-up there")
-    elif 0 < steps < 1 or not steps:
-        draft.put(setting, float(steps or share), *keys)
-    elif total > 0:
-        draft.put(
-            setting, round(min(1.0, steps / total), 4), *keys, how=f"{steps} of {total} steps"
-        )
-
-    if draft.get("lr_scheduler_type") == "cosine_with_restarts":
+    schedule, steps = draft.get("lr_scheduler_type"), draft.number("warmup_steps") or 0
+    share = steps if 0 < steps < 1 else draft.number("warmup_ratio") or 0.0
+    keys = ("warmup_ratio", "warmup_steps")
+    if schedule == "constant":
+        draft.put("train.warmup_share", 0.0, *keys, how="a constant rate has no warm-up there")
+    elif steps >= 1:
+        draft.put("train.warmup_steps", steps, "warmup_steps")
+        draft.note("without effect", ["warmup_ratio"], "warmup_steps comes first, as there")
+    else:
+        draft.put("train.warmup_share", float(share), *keys)
+    if schedule == "cosine_with_restarts":
         draft.put("train.lr_cycles", draft.number(CYCLES), CYCLES)
-    falling = draft.number(FALLING) or 0
-    if draft.get("lr_scheduler_type") == "warmup_stable_decay" and total > 0 and falling:
-        share = round(min(1.0, falling / total), 4)
+    total, falling = draft.number("max_steps") or 0, draft.number(FALLING) or 0
+    if schedule == "warmup_stable_decay" and falling:
+        if total <= 0:
+            draft.refuse(FALLING, "train.decay_share is a share of all steps: give max_steps too")
+            return
+        share = round(min(1.0, falling / total), 6)
         draft.put("train.decay_share", share, FALLING, how=f"{falling} of {total} steps")
 
 
+def _steps_between(draft: Draft, key: str) -> int:
+    """Return a number of steps between events, 0 without one; below 1 it is a share of all."""
+    every, total = draft.number(key) or 0, draft.number("max_steps") or 0
+    if 0 < every < 1 and total <= 0:
+        draft.refuse(key, "a share of all steps: give steps, or max_steps too")
+        return 0
+    return math.ceil(every * total) if every < 1 else int(every)
+
+
 def _while_training(draft: Draft) -> None:
-    saving, every = draft.get("save_strategy"), draft.number("save_steps") or 0
-    measuring, steps = draft.get("eval_strategy"), draft.number("eval_steps") or 0
+    saving, every = draft.get("save_strategy"), _steps_between(draft, "save_steps")
+    measuring, steps = draft.get("eval_strategy"), _steps_between(draft, "eval_steps")
     if measuring in (None, "steps") and steps >= 1:
         draft.put("train.evaluate_every_steps", steps, "eval_steps", "eval_strategy")
         if draft.get("load_best_model_at_end") or saving == "best":
@@ -159,7 +170,7 @@ def _while_training(draft: Draft) -> None:
                 draft.put("train.early_stopping_patience", draft.number(key), key)
     if saving in (None, "steps") and every >= 1:
         draft.put("train.checkpoint_every_steps", every, "save_steps", "save_strategy")
-    if (logged := draft.number("logging_steps") or 0) >= 1:
+    if logged := _steps_between(draft, "logging_steps"):
         draft.put("train.log_every_steps", logged, "logging_steps")
     for tracker, (setting, key) in TRACKERS.items():
         if tracker in draft.texts("report_to") or draft.get(f"use_{tracker}"):

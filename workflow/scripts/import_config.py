@@ -2,10 +2,9 @@
 
   python -m workflow.scripts.import_config qlora.yml --gpus 2x4090
 
-It reads YAML files of axolotl, LLaMA-Factory and TRL's command line, and Python scripts with
-unsloth or TRL, which are never run. It lists the outcome of each key, writes the config, and asks
-preflight whether it fits these GPUs. Keys without any equivalent (a training of all weights,
-pictures) are refused.
+It reads YAML files of axolotl, LLaMA-Factory and TRL's command line. It lists the outcome of each
+key, writes the config, and asks preflight whether it fits these GPUs. Keys without any equivalent
+(a training of all weights, pictures) are refused.
 """
 
 import argparse
@@ -108,7 +107,7 @@ def preflight_words(document: dict[str, Any], *, gpus: str) -> list[str]:
 
 def arguments() -> argparse.ArgumentParser:
     parser = stage_parser(__doc__, config_required=False)
-    parser.add_argument("file", type=Path, help="YAML file or Python script of another trainer")
+    parser.add_argument("file", type=Path, help="YAML file of another trainer")
     parser.add_argument(
         "--from", dest="trainer", choices=get_args(TrainerName), help="whose it is (by its keys)"
     )

@@ -36,7 +36,7 @@ all settings except `report`. A stage reruns if its settings or files change, un
 section says otherwise.
 
 `python -m workflow.scripts.import_config FILE --gpus 2x4090` writes a config from a YAML file of
-axolotl, LLaMA-Factory or TRL, or from a Python script with unsloth or TRL, which it does not run.
+axolotl, LLaMA-Factory or TRL.
 It says whether each key was taken, changed, is not needed or has no counterpart. Preflight then
 says whether the run fits. Files that train all weights, pictures or rewards are refused. `--from`
 names the trainer if the keys do not show it.

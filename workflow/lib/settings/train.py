@@ -205,6 +205,8 @@ class TrainConfig(Section):
     """Share of the last steps in which `warmup_stable_decay` falls by a cosine."""
     warmup_share: Share = 0.03
     """Share of steps in which the rate rises linearly from 0."""
+    warmup_steps: int | None = Field(None, ge=0, le=10**9)
+    """The same in steps, in place of `warmup_share`; null = the share."""
     min_lr_share: Share = 0.0
     """Final learning rate as a share of the peak (not `constant`)."""
     weight_decay: float = Field(0.0, ge=0.0, le=1.0)
@@ -281,7 +283,8 @@ class TrainConfig(Section):
     @property
     def begins_longer_runs(self) -> bool:
         """Whether no step depends on how many follow, so that more of them continue the run."""
-        steady = self.lr_schedule == "constant" and self.warmup_share == 0
+        counted = self.warmup_steps is not None or self.warmup_share == 0
+        steady = self.lr_schedule == "constant" and counted
         return steady and not self.chooses_by_heldout
 
     @property
@@ -295,6 +298,16 @@ class TrainConfig(Section):
         if not isinstance(document, Mapping) or document.get("max_steps") is None:
             return document
         return {"epochs": None, **document}
+
+    @model_validator(mode="after")
+    def _one_warmup(self) -> "TrainConfig":
+        usual = type(self).model_fields["warmup_share"].default
+        if self.warmup_steps is not None and self.warmup_share != usual:
+            raise ValueError(
+                f"warmup_steps = {self.warmup_steps} and warmup_share = {self.warmup_share}: one "
+                "of them sets the warm-up. Remove the other"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_length(self) -> "TrainConfig":

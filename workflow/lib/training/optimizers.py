@@ -232,9 +232,11 @@ def _decoded(
 
 def learning_rate(train: TrainConfig, *, step: int, num_steps: int) -> float:
     """Return the learning rate of step `step` (0-based) of `num_steps`: linear from 0 (exclusive)
-    to the peak over ceil(warmup_share * num_steps) steps, then by the schedule. All but `constant`
-    end at `min_lr_share` of the peak, one step after the last."""
-    warmup = _steps(train.warmup_share, num_steps)
+    to the peak over `warmup_steps` or ceil(warmup_share * num_steps), then by the schedule. All but
+    `constant` end at `min_lr_share` of the peak, one step after the last."""
+    warmup = train.warmup_steps
+    if warmup is None:
+        warmup = _steps(train.warmup_share, num_steps)
     if step < warmup:
         return train.learning_rate * (step + 1) / warmup
     rest = num_steps - warmup
