@@ -34,6 +34,7 @@ from workflow.lib.settings.config import (
     load_config,
 )
 from workflow.lib.settings.effects import Stage
+from workflow.lib.settings.overrides import merge
 
 ROOT = Path(__file__).resolve().parents[2]
 # Stages that receive settings as JSON; the others are told by options alone.
