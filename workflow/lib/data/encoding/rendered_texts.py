@@ -111,9 +111,21 @@ def _missing(
                 yield text
 
 
+def shared_length(text: str, other: str) -> int:
+    """Return the length of the common beginning of two texts."""
+    low, high = 0, min(len(text), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if text[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
 def _shape(conversation: Conversation) -> Hashable:
     turns = zip(conversation.messages, conversation.trained, strict=True)
-    kinds = [_kind(message, is_trained) for message, is_trained in turns]
+    kinds = [message_kind(message, is_trained=is_trained) for message, is_trained in turns]
     return (
         tuple(kinds[:2]),
         kinds[-1],
@@ -131,7 +143,8 @@ def _form(tool: Tool) -> Hashable:
     return is_schema, bool(argument_names(tool["function"]))
 
 
-def _kind(message: Message, is_trained: bool) -> Hashable:
+def message_kind(message: Message, *, is_trained: bool) -> Hashable:
+    """Return what a template may tell messages apart by, without their texts."""
     content = message["content"]
     return (
         message["role"],

@@ -4,11 +4,12 @@ A turn begins where the prompt of inference ends. It ends with its last special 
 first token of the next role. A turn that later text shows otherwise (templates leave reasoning out
 of earlier turns) has a text of its own."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Literal
 
+from workflow.lib.data.encoding.beginnings import Beginnings, WindowError
 from workflow.lib.data.encoding.chat_messages import (
     BEGIN_OF_REASONING,
     END_OF_REASONING,
@@ -24,6 +25,7 @@ from workflow.lib.data.encoding.template_texts import without_reasoning
 from workflow.lib.data.encoding.turn_openings import OPENED, ReasoningClosedError, TurnOpenings
 from workflow.lib.settings.data import TextKind
 
+MANY_TURNS = 16  # trained turns; those of fewer are rendered as fast without windows
 LossOn = Literal["completions", "last_turn", "all"]
 
 
@@ -59,6 +61,7 @@ class TurnRenderer:
         self._openings = TurnOpenings(template, encoder)
         self._texts = RenderedTexts(self._turn_by_turn, allowed=allowed)
         self._next_tokens: dict[bool, str] = {}
+        self._compared: set[Hashable] = set()
 
     def render(self, conversation: Conversation) -> Rendered:
         """Return the conversation's texts. Raises `RowError` if the template fails or leaves out a
@@ -97,13 +100,16 @@ class TurnRenderer:
             "or allow its loss: data.allow_unrendered: [template_kwargs]"
         )
 
-    def _render(
-        self, conversation: Conversation, stop: int | None = None, *, prompt: bool = False
+    def _render(self, conversation: Conversation, stop: int | None = None) -> tuple[str, Spans]:
+        messages = self.template.adapted(conversation).messages[:stop]
+        return self._rendered(conversation, messages)
+
+    def _rendered(
+        self, conversation: Conversation, messages: list[Message], prompt: bool = False
     ) -> tuple[str, Spans]:
-        """Render the first `stop` messages, and the prompt of the next one if `prompt` is set."""
-        conversation = self.template.adapted(conversation)
+        """Render messages in the template's form, with the conversation's tools and arguments."""
         return self.template.render(
-            conversation.messages[:stop],
+            messages,
             tools=conversation.tools,
             template_kwargs=conversation.template_kwargs,
             add_generation_prompt=prompt,
@@ -130,20 +136,52 @@ class TurnRenderer:
     def _turn_by_turn(self, conversation: Conversation) -> list[TurnText]:
         """Return texts in which each turn follows the prompt of inference. Turns share a text as
         long as it begins as inference has it: first the whole, then the longest others."""
-        whole, blocks = self._render(conversation)
-        number = len(conversation.messages)
+        conversation = self.template.adapted(conversation)
+        whole, blocks = self._rendered(conversation, conversation.messages)
         if self._loss_on == "all":
             return [self._all_of(whole, conversation)]
+        chosen = self._chosen(conversation)
+        if len(chosen) >= MANY_TURNS:
+            try:
+                return self._texts_of(chosen, conversation, (whole, blocks), windowed=True)
+            except WindowError:
+                pass
+        return self._texts_of(chosen, conversation, (whole, blocks), windowed=False)
+
+    def _texts_of(
+        self,
+        chosen: list[int],
+        conversation: Conversation,
+        rendered: tuple[str, Spans],
+        *,
+        windowed: bool,
+    ) -> list[TurnText]:
+        """Return the texts of chosen turns. rendered: the whole conversation; windowed: texts are
+        made from windows, which may raise `WindowError`."""
+        number, (whole, _) = len(conversation.messages), rendered
+        beginnings = Beginnings(
+            partial(self._rendered, conversation),
+            conversation.messages,
+            windowed=windowed,
+            compared=self._compared,
+        )
+        turns: list[tuple[str, Turn]] = []
+        for index in chosen:
+            is_last = index + 1 == number
+            text, turn = self._turn(conversation, index, beginnings, rendered if is_last else None)
+            if not is_last:
+                beginnings.advance(index + 1)
+            elif text.startswith(whole):
+                whole = text  # an open turn has got its end
+            shared = whole.startswith(text[: turn.stop])
+            turns.append((whole if shared else text, turn))
+        beginnings.check(rendered[0])
         texts = [TurnText(whole, number)]
-        for index in reversed(self._chosen(conversation)):
-            rendered = (whole, blocks) if index + 1 == number else None
-            text, turn = self._turn(conversation, index, rendered)
-            if rendered and text.startswith(whole):
-                texts[0] = TurnText(text, number)  # an open turn has got its end
+        for text, turn in reversed(turns):
             beginning = text[: turn.stop]
             host = next((other for other in texts if other.text.startswith(beginning)), None)
             if host is None:
-                texts.append(host := TurnText(text, index + 1))
+                texts.append(host := TurnText(text, turn.index + 1))
             host.turns.insert(0, turn)
         return [text for text in reversed(texts) if text.turns]
 
@@ -157,23 +195,26 @@ class TurnRenderer:
         return TurnText(whole, len(conversation.messages), [Turn(n, 0, len(whole)) for n in turns])
 
     def _turn(
-        self, conversation: Conversation, index: int, rendered: tuple[str, Spans] | None
+        self,
+        conversation: Conversation,
+        index: int,
+        beginnings: Beginnings,
+        rendered: tuple[str, Spans] | None,
     ) -> tuple[str, Turn]:
         """Return a text that begins with the turn's prompt and continues with the turn. rendered:
         the conversation up to this turn and its blocks, if known."""
         message = conversation.messages[index]
-        prompt, _ = self._render(conversation, index, prompt=True)
-        text, blocks = rendered or self._render(conversation, index + 1)
+        prompt = beginnings.prompt(index)
+        text, blocks = rendered or beginnings.turn(index, message)
         if not text.startswith(prompt):
             try:
-                answer = self._openings.answer(
-                    prompt, text, self.template.adapted(conversation), index
-                )
+                answer = self._openings.answer(prompt, text, conversation, index)
             except ReasoningClosedError:
                 if "reasoning" not in self._allowed:
                     raise
                 messages = [*conversation.messages[:index], without_reasoning(message)]
-                return self._turn(replace(conversation, messages=messages), index, None)
+                changed = replace(conversation, messages=messages)
+                return self._turn(changed, index, beginnings, None)
             text = prompt + answer
             blocks = [(len(prompt), len(text))] if blocks else []
         text, turn = self._ended(text, blocks, start=len(prompt), message=message, index=index)
