@@ -178,6 +178,14 @@ def test_every_turn_is_trained_as_inference_must_generate_it(name, kind):
     assert answers(name, talk, kind) == [generated(name, text) for text in texts]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", SPECIALS)
+def test_turns_of_a_long_conversation_are_trained_as_those_of_a_short_one(name, kind):
+    texts = [f"{'  ' * (n % 2)}So {n}.\n\nx{' ' * (n % 3)}" for n in range(40)]
+    talk = chat(*(text for n, said in enumerate(texts) for text in (f"Why {n}?\n", said)))
+    assert answers(name, talk, kind) == [generated(name, text) for text in texts]
+
+
 @pytest.mark.parametrize("name", SPECIALS)
 def test_only_templates_that_change_turns_give_several_examples(name):
     examples = encode(name, chat("What?", "Forty-two.", "Why?", "Because."))

@@ -103,7 +103,7 @@ REFUSED = {
     **{(name, "reasoning"): UNREASONED for name in [
         "apertus", "falcon_h1", "gemma4", "granite4", "kimi_k2", "llama4", "mistral_small3",
         "phi3"]},
-    ("exaone4", "reasoning"): "the prompt of message 4 closes the reasoning",
+    ("exaone4", "reasoning"): "the prompt of message 2 closes the reasoning",
     ("mistral_small3", "assistant_first"): "refused by the chat template: roles must alternate",
     ("phi3", "call"): NO_TOOLS,
     ("phi3", "parallel"): NO_TOOLS,

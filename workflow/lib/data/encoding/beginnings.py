@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 from workflow.lib.data.encoding.chat_template import Spans
 from workflow.lib.data.encoding.message_forms import Message
-from workflow.lib.data.encoding.rendered_texts import message_kind, shared_length
+from workflow.lib.data.encoding.rendered_texts import message_kind
 from workflow.lib.data.encoding.row_values import RowError
+from workflow.lib.data.encoding.safe_encoder import shared_length
 
 WINDOW = 8  # messages of a window at first; it grows to twice as many
 # Roles around the gap of a window, so that templates take it as a conversation.
@@ -55,7 +56,7 @@ class Beginnings:
         # The text that the next ones change, its number of messages, and the length of the window's
         # text up to the end of its first message.
         self._base, self._stop, self._edge = _Text("", "", []), 0, 0
-        self._latest: tuple[int, _Text] | None = None
+        self._latest: dict[int, _Text] = {}  # by its number of messages
 
     def prompt(self, index: int) -> str:
         """Return the prompt of the turn `index`."""
@@ -65,15 +66,14 @@ class Beginnings:
         """Return the text that ends with `message` as the turn `index`, and its blocks."""
         beginning = self._beginning(index, [message], is_prompt=False)
         if message is self._messages[index]:
-            self._latest = (index + 1, beginning)
+            self._latest = {index + 1: beginning}
         return beginning.text, beginning.blocks
 
     def advance(self, stop: int) -> None:
         """Go on from the text of `stop` messages, of which the last one is the assistant's."""
         if not self._gaps:
             return
-        is_latest = self._latest is not None and self._latest[0] == stop
-        new = self._latest[1] if is_latest else self._beginning(stop, [], is_prompt=False)
+        new = self._latest.pop(stop, None) or self._beginning(stop, [], is_prompt=False)
         if self._is_sampled(stop):
             prompt = self._render(self._messages[: stop - 1], True)[0]
             whole, blocks = self._render(self._messages[:stop], False)

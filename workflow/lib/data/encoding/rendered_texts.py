@@ -11,6 +11,7 @@ from itertools import pairwise
 from workflow.lib.data.encoding.chat_messages import END_OF_REASONING, Conversation
 from workflow.lib.data.encoding.message_forms import Message
 from workflow.lib.data.encoding.row_values import RowError
+from workflow.lib.data.encoding.safe_encoder import shared_length
 from workflow.lib.data.encoding.template_texts import (
     Text,
     argument_names,
@@ -97,30 +98,29 @@ def _missing(
     """Yield the texts that a document lacks. A trained turn must be complete where it is trained
     (`trained_only`): templates leave reasoning and answers out of later prompts."""
     trained = {turn.index for document in documents for turn in document.turns}
+    before = ""
+    ends: dict[int, int] = {}  # of texts in the common beginning with the document before
     for document in documents:
         own = {turn.index: document.text for turn in document.turns}
         if trained_only:
             own = {turn.index: document.text[turn.start : turn.stop] for turn in document.turns}
-        for text in texts:
+        shared = shared_length(before, document.text)
+        before, ends = document.text, {n: end for n, end in ends.items() if end <= shared}
+        for number, text in enumerate(texts):
             kind, message, _ = text.place
             if message >= document.messages:
                 continue
             if message not in own and (message in trained or kind == "reasoning"):
                 continue
-            if not text.stands_in(own.get(message, document.text)):
-                yield text
-
-
-def shared_length(text: str, other: str) -> int:
-    """Return the length of the common beginning of two texts."""
-    low, high = 0, min(len(text), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if text[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+            searched = own.get(message, document.text)
+            if number in ends and searched is document.text:
+                continue
+            start = searched.find(text.value)
+            if start < 0:
+                if not text.stands_in(searched):
+                    yield text
+            elif searched is document.text:
+                ends[number] = start + len(text.value)
 
 
 def _shape(conversation: Conversation) -> Hashable:

@@ -9,9 +9,12 @@ import json
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
@@ -97,16 +100,32 @@ class SafeEncoder:
         swapped = self._either.sub(lambda match: match.group().translate(self._swap), text)
         return self._guarded.encode(swapped, add_special_tokens=False)
 
-    def is_prompt(
-        self, encoding: Encoding, ids: list[int], text: str, end: int, *, guarded: bool
-    ) -> bool:
-        """Tell whether the prompt `text[:end]` has the same tokens alone and in the whole text
-        (encoding, ids); compared after the last special token, as these stand alone."""
+    def tokens(
+        self, text: str, *, guarded: bool, before: "TextTokens | None" = None, turn: int = 0
+    ) -> "TextTokens":
+        """Return the tokens of a rendered text. Those of the beginning that it has in common with
+        `before` are taken from there, up to a special token before the character `turn`, as special
+        tokens stand alone."""
+        shared = before.shared_specials(text, turn) if before is not None else []
+        if before is not None and shared:
+            start, _, first = shared.pop()
+            encoding = self.encode_rendered(text[start:], guarded=guarded)
+            if encoding.ids[:1] == [before.ids[first]]:
+                head = before.ids[:first]
+                return TextTokens(text, encoding, self.special_ids, start, head, shared)
+        encoding = self.encode_rendered(text, guarded=guarded)
+        return TextTokens(text, encoding, self.special_ids)
+
+    def is_prompt(self, tokens: "TextTokens", end: int, *, guarded: bool) -> bool:
+        """Tell whether the prompt, the text up to `end`, has the same tokens alone and in the whole
+        text; compared after the last special token, as these stand alone."""
+        encoding, ids, end = tokens.encoding, tokens.tail, end - tokens.start
         stop = _first_from(encoding, end)
         first = next((i for i in range(stop - 1, -1, -1) if ids[i] in self.special_ids), 0)
         span = encoding.token_to_chars(first)
         start = span[0] if span and ids[first] in self.special_ids else 0
-        return self._tail_ids(text[start:end], guarded=guarded) == ids[first:stop]
+        text = tokens.text[tokens.start + start : tokens.start + end]
+        return self._tail_ids(text, guarded=guarded) == ids[first:stop]
 
     def _tail_ids(self, text: str, *, guarded: bool) -> list[int]:
         known = self._tails.get((text, guarded))
@@ -115,23 +134,6 @@ class SafeEncoder:
             if len(text) <= SHORT_TAIL and len(self._tails) < MAX_TAILS:
                 self._tails[text, guarded] = known
         return known
-
-    def turn_span(self, encoding: Encoding, start: int, end: int) -> tuple[int, int]:
-        """Return the tokens [first, stop) of the characters [start, end) behind a prompt
-        (`is_prompt`). A role's token may have taken blanks behind it; it is the prompt's."""
-        return _first_from(encoding, start), token_span(encoding, start, end)[1]
-
-    def strips_blanks(
-        self, encoding: Encoding, ids: list[int], text: str, start: int, span: tuple[int, int]
-    ) -> bool:
-        """Tell whether special tokens took blanks of the turn that begins at `start` and has the
-        tokens `span`: the one before it, or the one at its end."""
-        first, last = span[0], span[1] - 1
-        before, end = (encoding.token_to_chars(token) for token in (max(0, first - 1), last))
-        assert before is not None, "every token has a place"
-        assert end is not None, "every token has a place"
-        takes_begin = first > 0 and ids[first - 1] in self.special_ids and before[1] > start
-        return takes_begin or (ids[last] in self.special_ids and text[end[0]].isspace())
 
     def encode_answer(self, text: str, *, guarded: bool) -> list[int]:
         """Encode rendered text after a prompt, without a blank; raises `ValueError` for one."""
@@ -147,6 +149,75 @@ class SafeEncoder:
     def encode_plain(self, text: str) -> Encoding:
         """Encode text of the data alone: no part of it becomes a special token."""
         return self._guarded.encode(text, add_special_tokens=False)
+
+
+Special = tuple[int, int, int]
+"""A special token: its first character, its end, its number among the tokens."""
+
+
+@dataclass
+class TextTokens:
+    """Tokens of a rendered text: `head` of its first `start` characters, and the encoding of the
+    others. head_specials: special tokens of the head."""
+
+    text: str
+    encoding: Encoding
+    special_ids: set[int]
+    start: int = 0
+    head: npt.NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, dtype=np.uint32))
+    head_specials: list[Special] = field(default_factory=list)
+
+    @cached_property
+    def tail(self) -> list[int]:
+        return self.encoding.ids  # computed anew at each access
+
+    @cached_property
+    def ids(self) -> npt.NDArray[np.uint32]:
+        tail = np.array(self.tail, dtype=np.uint32)
+        return np.concatenate([self.head, tail]) if len(self.head) else tail
+
+    def turn_span(self, start: int, end: int) -> tuple[int, int]:
+        """Return the tokens [first, stop) of a turn, the characters [start, end) behind a prompt
+        (`SafeEncoder.is_prompt`). A role's token may have taken blanks behind it; it is the
+        prompt's."""
+        start, end, before = start - self.start, end - self.start, len(self.head)
+        stop = token_span(self.encoding, start, end)[1]
+        return before + _first_from(self.encoding, start), before + stop
+
+    def strips_blanks(self, start: int, span: tuple[int, int]) -> bool:
+        """Tell whether special tokens took blanks of the turn that begins at `start` and has the
+        tokens `span`: the one before it, or the one at its end."""
+        first, last = span[0] - len(self.head), span[1] - len(self.head) - 1
+        before, end = (self.encoding.token_to_chars(token) for token in (max(0, first - 1), last))
+        assert before is not None, "every token has a place"
+        assert end is not None, "every token has a place"
+        is_special = first > 0 and self.tail[first - 1] in self.special_ids
+        takes_end = self.text[self.start + end[0]].isspace()
+        return (is_special and before[1] > start - self.start) or (
+            self.tail[last] in self.special_ids and takes_end
+        )
+
+    def shared_specials(self, text: str, end: int) -> list[Special]:
+        """Return the special tokens before `end` in the common beginning with another text."""
+        shared = shared_length(self.text, text)
+        specials = list(self.head_specials)
+        for number, token in enumerate(self.tail):
+            if token in self.special_ids and (span := self.encoding.token_to_chars(number)):
+                a, b = span
+                specials.append((self.start + a, self.start + b, len(self.head) + number))
+        return [special for special in specials if special[0] < end and special[1] <= shared]
+
+
+def shared_length(text: str, other: str) -> int:
+    """Return the length of the common beginning of two texts."""
+    low, high = 0, min(len(text), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if text[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _first_from(encoding: Encoding, start: int) -> int:

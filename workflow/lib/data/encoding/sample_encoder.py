@@ -20,7 +20,7 @@ from workflow.lib.data.encoding.probes import OFFERING_PROBE, PROBE, PROBE_TEXT,
 from workflow.lib.data.encoding.rendered_texts import Turn, TurnText
 from workflow.lib.data.encoding.row_formats import Sample, Weighted
 from workflow.lib.data.encoding.row_values import RowError
-from workflow.lib.data.encoding.safe_encoder import SafeEncoder
+from workflow.lib.data.encoding.safe_encoder import SafeEncoder, TextTokens
 from workflow.lib.data.encoding.token_rows import TokenRow
 from workflow.lib.data.encoding.trained_turns import LossOn, Rendered, TurnRenderer
 from workflow.lib.settings.data import TextKind
@@ -164,7 +164,7 @@ class SampleEncoder:
     def _answered(self, probe: Conversation) -> tuple[list[int], list[int]]:
         renderer = _chosen(self._probers, probe)
         texts = renderer.checked(probe)
-        examples = [e for text in texts for e in self._examples(text, guarded=False, weights=None)]
+        examples = self._examples(texts, guarded=False, weights=None)
         ends = [int(i) for e in examples for i in e.ids[e.mask & ~np.append(e.mask[1:], False)]]
         whole = renderer.whole(probe)
         return self._encoder.encode_rendered(whole, guarded=False).ids, ends
@@ -220,9 +220,7 @@ class SampleEncoder:
             ids = self._encoder.encode_rendered(text, guarded=rendered.guarded).ids
             examples = [_encoded(ids, [(0, len(ids))])]
         else:
-            examples = [
-                e for t in rendered.texts for e in self._examples(t, rendered.guarded, weights)
-            ]
+            examples = self._examples(rendered.texts, guarded=rendered.guarded, weights=weights)
         held = bool(rendered.held) and bool(rendered.held & self._template_tokens)
         if not (held or rendered.unrendered or notes):
             return examples
@@ -237,27 +235,38 @@ class SampleEncoder:
         ]
 
     def _examples(
-        self, text: TurnText, guarded: bool, weights: list[float] | None
+        self, texts: Sequence[TurnText], *, guarded: bool, weights: list[float] | None
     ) -> list[Encoded]:
-        """Return the text's example; `weights`: by message. Turns whose prompt has other tokens in
-        the text come first, as examples of their own."""
-        encoding = self._encoder.encode_rendered(text.text, guarded=guarded)
-        ids = encoding.ids  # computed anew at each access
+        """Return the examples of a conversation's texts; `weights`: by message."""
+        examples: list[Encoded] = []
+        tokens: TextTokens | None = None
+        for text in texts:
+            turn = text.turns[0].start if text.turns else 0
+            tokens = self._encoder.tokens(text.text, guarded=guarded, before=tokens, turn=turn)
+            examples += self._examples_of(text, tokens, guarded=guarded, weights=weights)
+        return examples
+
+    def _examples_of(
+        self, text: TurnText, tokens: TextTokens, *, guarded: bool, weights: list[float] | None
+    ) -> list[Encoded]:
+        """Return the text's example. Turns whose prompt has other tokens in the text come first, as
+        examples of their own."""
         examples, spans, of_spans = [], [], []
         notes: set[Note] = set()
         for turn in text.turns:
             weight = None if weights is None else weights[turn.index]
-            if self._encoder.is_prompt(encoding, ids, text.text, turn.start, guarded=guarded):
-                span = self._encoder.turn_span(encoding, turn.start, turn.stop)
+            if self._encoder.is_prompt(tokens, turn.start, guarded=guarded):
+                span = tokens.turn_span(turn.start, turn.stop)
                 spans.append(span)
-                if self._encoder.strips_blanks(encoding, ids, text.text, turn.start, span):
+                if tokens.strips_blanks(turn.start, span):
                     notes.add("lost_blanks")
                 of_spans += [] if weight is None else [weight]
             else:
                 own = self._own_example(text.text, turn, guarded)
                 examples.append(own if weight is None else own.weighted(weight))
         if spans or not text.turns:
-            examples.append(replace(_encoded(ids, spans, of_spans), notes=frozenset(notes)))
+            encoded = _encoded(tokens.ids, spans, of_spans)
+            examples.append(replace(encoded, notes=frozenset(notes)))
         return examples
 
     def _own_example(self, text: str, turn: Turn, guarded: bool) -> Encoded:
@@ -314,7 +323,7 @@ def _check_arguments(
 
 
 def _encoded(
-    ids: list[int],
+    ids: Sequence[int] | npt.NDArray[np.uint32],
     trained: Spans,
     span_weights: Sequence[float] = (),
     *,
