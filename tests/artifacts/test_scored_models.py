@@ -32,13 +32,18 @@ def test_supervised_run_reads_no_scores():
     assert scored(demo={}) == {}
 
 
+def test_start_of_the_training_is_a_reference_without_scores():
+    assert scored(a=reference("start"), b=DPO) == {}
+
+
 def test_words_mean_the_base_and_the_original():
-    runs = runs_of(a=reference("start"), b=reference("original"), c=DISTILL)
+    start = DISTILL | {"distill": {"teacher": "start"}}
+    runs = runs_of(a=start, b=reference("original"), c=DISTILL)
     found = scored_models(runs)
     assert (found["a"].base, found["a"].model) == (base_dir(runs["a"]), None)
     assert (found["b"].base, found["b"].model) == (None, model_dir(runs["b"]))
     assert (found["c"].setting, found["c"].model) == ("distill.teacher", model_dir(runs["c"]))
-    assert [model.top_k for model in found.values()] == [0, 0, 32]
+    assert [model.top_k for model in found.values()] == [32, 0, 32]
 
 
 def test_run_means_its_adapter_on_its_own_base():
@@ -49,19 +54,20 @@ def test_run_means_its_adapter_on_its_own_base():
     assert f"{found.model}/adapter_model.safetensors" in found.files
 
 
-def test_start_is_the_adapter_that_the_run_starts_from():
+def test_start_as_a_teacher_is_the_adapter_that_the_run_starts_from():
+    start = {"distill": {"teacher": "start"}}
     runs = with_starts(
         runs_of(
             sft={},
-            dpo={"train": {"objective": "dpo", "start_from": "sft"}},
-            named=reference("sft"),
-            new=DPO,
+            student=start | {"train": {"objective": "distill", "start_from": "sft"}},
+            named=DISTILL | {"distill": {"teacher": "sft"}},
+            new=DISTILL | start,
         )
     )
     found = scored_models(runs)
-    assert found["dpo"].base == base_dir(runs["dpo"])
-    assert found["dpo"].model == "results/runs/sft/consolidate/adapter"
-    assert found["named"].scores == found["dpo"].scores != found["new"].scores
+    assert found["student"].base == base_dir(runs["student"])
+    assert found["student"].model == "results/runs/sft/consolidate/adapter"
+    assert found["named"].scores == found["student"].scores != found["new"].scores
 
 
 def test_folder_is_an_adapter_on_the_base_or_a_model(tmp_path):
@@ -90,7 +96,7 @@ SAME: list[dict[str, Any]] = [
     {"preferences": {"reference": "original"}, "lora": {"r": 4}},
 ]
 OTHER: list[dict[str, Any]] = [
-    {"preferences": {"reference": "start"}},
+    {"preferences": {"reference": "owner/other"}},
     {"preferences": {"reference": "original"}, "data": {"seq_len": 128}},
     {"preferences": {"reference": "original"}, "model": {"compute_dtype": "float32"}},
 ]

@@ -172,6 +172,16 @@ def test_adapter_of_the_run_before_is_measured_too():
     assert found["c"].subjects == ("base", "tuned")
 
 
-def test_start_that_no_run_has_trained_is_no_subject():
-    with pytest.raises(UserError, match=r"evaluate\.subjects \(run a\) = 'start': .*is no run"):
+def test_reference_of_preferences_is_measured_whatever_the_subjects():
+    chosen = {"evaluate": {"subjects": ["original", "tuned"]}}
+    dpo = {"train": {"objective": "dpo"}, **chosen}
+    found = runs(
+        {"a": dpo, "b": start("a", **chosen) | {"train": dpo["train"] | {"start_from": "a"}}}
+    )
+    assert found["a"].subjects == ("original", "base", "tuned")
+    assert found["b"].subjects == ("original", "start", "tuned")
+
+
+def test_start_of_a_new_adapter_is_no_subject():
+    with pytest.raises(UserError, match=r"evaluate\.subjects \(run a\) = 'start': .*is no start"):
         runs({"a": {"evaluate": {"subjects": ["base", "start", "tuned"]}}})

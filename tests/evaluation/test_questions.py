@@ -23,7 +23,13 @@ from workflow.lib.evaluation.questions import Archive, content_key, measure, par
 from workflow.lib.evaluation.results import evaluations, summary_lines
 from workflow.lib.evaluation.rewards import Preferences
 from workflow.lib.export.stock_models import load_adapter, load_base
-from workflow.lib.settings.config import EvaluateConfig, ModelConfig
+from workflow.lib.objectives.from_settings import objective_of
+from workflow.lib.settings.config import (
+    DistillConfig,
+    EvaluateConfig,
+    ModelConfig,
+    PreferencesConfig,
+)
 from workflow.lib.settings.subjects import SUBJECTS
 from workflow.lib.system.checksums import listed_files
 from workflow.lib.system.errors import UserError
@@ -166,7 +172,8 @@ class OfPairs(Evaluator):
     """Evaluates training on pairs: the rewards of their two answers, without a reference."""
 
     def preferences(self, tokens, settings):
-        return Preferences.of(tokens, lambda answer: answer.mean, None, settings=settings)
+        objective = objective_of("simpo", PreferencesConfig(beta=1.0), DistillConfig())
+        return Preferences.of(tokens, objective, None, settings=settings)
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,18 @@
 """Rewards of held-out answers, counted by hand."""
 
+import math
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from workflow.lib.data.tokens.token_store import ARRAYS, DESIRABLE, TokenStore
-from workflow.lib.evaluation.rewards import Preferences, rewards_difference, rewards_record
+from workflow.lib.evaluation.rewards import (
+    Preferences,
+    objective_record,
+    rewards_difference,
+    rewards_record,
+)
 from workflow.lib.objectives.from_settings import objective_of
 from workflow.lib.scores.store import Scores
 from workflow.lib.settings.config import DistillConfig, EvaluateConfig, PreferencesConfig
@@ -40,7 +46,7 @@ def reference_scores():
 def preferences(name, *, scores=None, settings=SETTINGS, good=None, **given):
     objective = objective_of(name, PreferencesConfig(**given), DistillConfig())
     store = pairs_store(examples="pairs" if good is None else "rated", good=good)
-    return Preferences.of(store, objective.rewards, scores, settings=settings)
+    return Preferences.of(store, objective, scores, settings=settings)
 
 
 def test_pair_is_right_by_the_difference_of_its_rewards():
@@ -60,6 +66,44 @@ def test_distance_to_the_reference_is_of_the_answers_tokens():
     found = rewards_record(asked, LOSSES)
     assert found.chosen_log_ratio == pytest.approx((1 - 1 + 1) / 6)
     assert found.rejected_log_ratio == pytest.approx((-1 + 1 - 4) / 6)
+
+
+def test_measured_start_is_the_reference():
+    """Its log p are those of the same forward as the subjects'."""
+    objective = objective_of("dpo", PreferencesConfig(beta=0.5), DistillConfig())
+    asked = Preferences.of(
+        pairs_store(), objective, None, settings=SETTINGS, measured_reference="base"
+    )
+    assert asked.subjects == ("base", "tuned", "tuned_on_original", "merged")
+    base = {number: (-total, 2) for number, total in REFERENCE.items()}
+    stored = preferences("dpo", scores=reference_scores(), beta=0.5)
+    assert asked.with_reference(base).margins(LOSSES) == stored.margins(LOSSES)
+
+
+def test_objectives_loss_is_of_an_example_and_paired_with_the_references():
+    """Margins of rewards are 1, -1, 2.5; the reference's own losses are log 2."""
+    asked = preferences("dpo", scores=reference_scores(), beta=0.5)
+    own = [math.log1p(math.exp(-margin)) for margin in (1.0, -1.0, 2.5)]
+    after = asked.example_losses(LOSSES)
+    assert after == [(pytest.approx(loss), 1) for loss in own]
+    before = asked.example_losses(asked.reference_losses(LOSSES))
+    assert before == [(pytest.approx(math.log(2)), 1)] * 3
+    found = objective_record(before, after, of="pairs", against="reference", settings=SETTINGS)
+    assert found.loss == pytest.approx(sum(own) / 3)
+    assert found.loss_difference == pytest.approx(math.log(2) - sum(own) / 3)
+
+
+def test_objectives_loss_of_rated_answers_has_the_reference_point_of_all():
+    asked = preferences(
+        "kto", scores=reference_scores(), good=[True, False, False], beta=0.5, desirable_weight=2.0
+    )
+    higher = LOSSES | {5: (0.0, 2)}  # of other rows' answers -1, 1, 3: the point is 1
+
+    def lost(reward):
+        return 1 / (1 + math.exp(reward))
+
+    expected = [2.0 * lost(0.5 * (1 - 1)), lost(0.5 * (1 + 1)), lost(0.5 * (1 - 1))]
+    assert asked.example_losses(higher) == [(pytest.approx(loss), 1) for loss in expected]
 
 
 def test_reward_without_a_reference_is_by_the_length_of_the_answer():

@@ -143,7 +143,7 @@ def test_step_has_the_loss_the_figures_and_the_gradients_of_a_dense_reference(
             )
 
 
-@pytest.mark.parametrize("name", ["dpo", "orpo", "kto"])  # they have weights
+@pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("head", HEADS)
 def test_held_out_loss_is_that_of_one_step_over_all_documents(found, alone, head, name):
     loss, *_ = alone[f"{head}, {name}, dense"]

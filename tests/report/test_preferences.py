@@ -78,18 +78,20 @@ def test_table_has_rewards_with_intervals_and_the_distance_to_the_reference(tmp_
 
 
 @pytest.mark.parametrize(
-    ("objective", "accuracy", "title"),
+    ("objective", "gain", "words_of_it"),
     [
-        ("dpo", 0.75, "Rewards of held-out pairs are right more often than chance"),
-        ("dpo", 0.5, "Rewards of held-out pairs are not clearly more often right than chance"),
-        ("dpo", 0.25, "Rewards of held-out pairs are right less often than chance"),
-        ("simpo", 0.75, "Rewards of held-out pairs are right more often than the NF4 base's"),
+        ("dpo", 0.25, "lower than the reference"),
+        ("dpo", 0.03125, "not clearly different from the reference"),
+        ("dpo", -0.25, "higher than the reference"),
+        ("simpo", 0.25, "lower than the NF4 base"),
     ],
 )
-def test_verdict_follows_the_interval_of_the_rewards(tmp_path, objective, accuracy, title):
-    add_preferences(write_run(tmp_path, "demo", num_steps=13), objective, accuracy=accuracy)
+def test_verdict_follows_the_interval_of_the_objectives_loss(
+    tmp_path, objective, gain, words_of_it
+):
+    add_preferences(write_run(tmp_path, "demo", num_steps=13), objective, gain=gain)
     page = rendered(tmp_path, "demo")
-    assert f"<h3>{title}</h3>" in page
+    assert f"<h3>The objective's loss of held-out pairs is {words_of_it}'s</h3>" in page
     assert "Loss of the chosen answers alone: nats per trained token" in words(page)
 
 

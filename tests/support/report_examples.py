@@ -440,10 +440,30 @@ def rewards(accuracy: float, *, ratio: bool = True) -> dict[str, Any]:
     return found | (ratios if ratio else {})
 
 
+def objective_loss(gain: float, *, against: str) -> dict[str, Any]:
+    """Return a loss of pairs by the objective, with a gain and its interval of 0.125."""
+    return {
+        "of": "pairs",
+        "against": against,
+        "loss": 0.625,
+        "loss_ci95": [0.5, 0.75],
+        "loss_difference": gain,
+        "loss_difference_ci95": [gain - 0.0625, gain + 0.0625],
+        "p_value": 0.5,
+        "documents": 61,
+    }
+
+
 def add_preferences(
-    folder: Path, objective: str = "dpo", *, accuracy: float = 0.75, fall: float = 0.5
+    folder: Path,
+    objective: str = "dpo",
+    *,
+    accuracy: float = 0.75,
+    fall: float = 0.5,
+    gain: float = 0.25,
 ) -> None:
-    """Make the run in `folder` one on pairs: rewards of chosen answers end `fall` below 0."""
+    """Make the run in `folder` one on pairs: rewards of chosen answers end `fall` below 0. gain: of
+    the objective's held-out loss."""
     ratio = objective == "dpo"
 
     def told(step: int) -> dict[str, float]:
@@ -462,8 +482,11 @@ def add_preferences(
 
     edit(folder / "finetune" / "summary.json", trained)
     for subject in ("tuned",) if ratio else ("base", "tuned"):
-        found = rewards(accuracy if subject == "tuned" else 0.5, ratio=ratio)
-        edit(folder / "evaluate_run" / f"{subject}.json", lambda d, f=found: d.update(rewards=f))
+        prefers = rewards(accuracy if subject == "tuned" else 0.5, ratio=ratio)
+        path = folder / "evaluate_run" / f"{subject}.json"
+        edit(path, lambda d, f=prefers: d.update(rewards=f))
+    found = objective_loss(gain, against="reference" if ratio else "NF4 base")
+    edit(folder / "evaluate_run" / "tuned.json", lambda d: d.update(objective=found))
     if not ratio:
         paired = {"accuracy": 0.25, "accuracy_ci95": [0.125, 0.375], "margin": 0.25}
         edit(

@@ -152,7 +152,8 @@ def scored_rows(
         arrays[f"heldout.{name}.npy"] = np.concatenate([whole[row, span] for row, span in spans])
     if weights:
         drawn = draw.choice([0.25, 1.0, 2.0], shape).astype(np.float32)
-        arrays["train.weights.npy"] = mask * drawn
+        arrays["train.weights.npy"] = whole = mask * drawn
+        arrays["heldout.weights.npy"] = np.concatenate([whole[row, span] for row, span in spans])
     manifest = {"examples": examples} | heldout_from(answers=len(lengths))
     store = TokenStore(manifest=manifest, arrays=arrays)
     return store.with_scores(DrawnScores(mask, top_k=top_k))

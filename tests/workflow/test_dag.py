@@ -247,11 +247,12 @@ def test_sweep_shares_tokens_and_base_where_their_settings_are_equal(fresh, tmp_
 def test_sweep_of_beta_scores_its_reference_once(fresh, tmp_path):
     sweep = fresh.copy(tmp_path / "sweep")
     dpo = {"train": {"objective": "dpo"}}
-    runs = {"sft": {}, "one": dpo, "two": dpo | {"preferences": {"beta": 0.3}}}
+    runs = {"sft": {}, "start": dpo}
+    runs |= {f"beta-{x}": dpo | {"preferences": {"reference": "sft", "beta": x}} for x in (1, 2)}
     runs["after"] = {"train": {"objective": "dpo", "start_from": "sft"}}
     sweep.write_settings(sweep.settings | {"runs": runs})
     planned = sweep.planned("train")
-    assert (planned["score_tokens"], planned["finetune"]) == (2, 4)
+    assert (planned["score_tokens"], planned["finetune"]) == (1, 5)
 
 
 def test_base_that_the_original_teaches_is_a_preset_of_runs_on_one_base(fresh, tmp_path):

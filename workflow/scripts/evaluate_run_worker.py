@@ -46,8 +46,9 @@ from workflow.lib.settings.config import (
     PreferencesConfig,
     TrainConfig,
 )
+from workflow.lib.settings.objectives import reads_start
 from workflow.lib.settings.subjects import SUBJECT_LABELS, SubjectName
-from workflow.lib.system.checksums import RecordedFile, listed_files
+from workflow.lib.system.checksums import RecordedFile
 from workflow.lib.system.files import new_folder, write_checked_json
 from workflow.lib.system.input_files import Inputs
 
@@ -124,7 +125,9 @@ def check_inputs(
     """Compare models, tokens and scores with their recorded checksums; return the files of the
     original, if it is measured. Collective."""
     process.pulse.phase("checking the files")
-    recorded = [file for folder in folders.made_here() for file in listed_files(folder)]
+    recorded = [
+        file for folder in folders.made_here() for file in evaluated_models.files_of(folder)
+    ]
     recorded += recorded_arrays(args.tokens, store.manifest)
     recorded += recorded_scores(args.scores) if args.scores else []
     check_recorded(recorded, world=process.world, moved=process.pulse.moved)
@@ -141,15 +144,16 @@ def preferences_of(
     """Return the held-out examples whose rewards are measured, if the run trains preferences."""
     if "train" not in args.config:  # supervised
         return None
-    objective = objective_of(
-        TrainConfig.model_validate(args.config["train"]).objective,
-        PreferencesConfig.model_validate(args.config.get("preferences", {})),
-        DistillConfig(),
-    )
+    name = TrainConfig.model_validate(args.config["train"]).objective
+    preferences = PreferencesConfig.model_validate(args.config.get("preferences", {}))
+    objective = objective_of(name, preferences, DistillConfig())
     if not isinstance(objective, Pairs | RatedAnswers):
         return None
     scores = ScoreStore.open(args.scores, tokens=store) if args.scores else None
-    return Preferences.of(store, objective.rewards, scores, settings=settings)
+    reference: SubjectName | None = None
+    if reads_start(name, preferences):
+        reference = "base" if args.start is None else "start"
+    return Preferences.of(store, objective, scores, settings=settings, measured_reference=reference)
 
 
 def prepare_questions(

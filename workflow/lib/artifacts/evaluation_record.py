@@ -78,6 +78,17 @@ class LossDifference(Record):
     documents: int  # documents compared
 
 
+class ObjectiveLoss(LossDifference):
+    """Loss of an example by the run's objective, as training measures it on held-out data;
+    differences: `against` - subject."""
+
+    of: str  # `pairs`, `rated answers` or `documents`
+    against: str
+    """`reference`, the model of log p_ref, or without one the first measured subject."""
+    loss: float  # mean loss of an example
+    loss_ci95: Interval | None  # 95% interval over examples
+
+
 class RewardDifference(Record):
     """Paired difference of two subjects' preferences, second - first."""
 
@@ -141,6 +152,8 @@ class Evaluation(Record):
     rewards: Rewards | None = None
     """Its preferences, of runs that train them; with a reference model, of subjects with the
     trained adapter alone."""
+    objective: ObjectiveLoss | None = None
+    """Of runs whose objective's loss is not the held-out loss: its loss of an example."""
     comparisons: dict[SubjectName, Comparison]
     """With each measured subject before it, which comes first in the difference."""
     four_bits: FourBits | None = None  # of the base, if it was calibrated

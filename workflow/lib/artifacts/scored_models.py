@@ -21,11 +21,11 @@ from workflow.lib.model.architecture.model_files import (
     MODEL_PATTERNS,
 )
 from workflow.lib.settings.config import RunConfig, is_hub_id, path_exists
-from workflow.lib.settings.objectives import needs_of
+from workflow.lib.settings.objectives import START, needs_of, reads_start
 from workflow.lib.system.errors import setting_error
 from workflow.lib.system.files import SUMS, short_hash
 
-START, ORIGINAL = "start", "original"
+ORIGINAL = "original"
 SCORED = "scored"  # kind of a download
 FILES = (*MODEL_PATTERNS, ADAPTER)
 RUN_ADAPTER = (ADAPTER_WEIGHTS, ADAPTER, SUMS)
@@ -74,7 +74,7 @@ def made_folders(runs: Mapping[str, RunConfig], scored: Mapping[str, ScoredModel
 def _scored(name: str, runs: Mapping[str, RunConfig]) -> ScoredModel | None:
     run = runs[name]
     setting = needs_of(run.train.objective).scores_of
-    if setting is None:
+    if setting is None or reads_start(run.train.objective, run.preferences):
         return None
     section, _, key = setting.partition(".")
     named: str = getattr(getattr(run, section), key)

@@ -37,11 +37,9 @@ def with_starts(
     done: dict[str, RunConfig] = {}
     for name in _in_order(runs):
         done[name] = _started(name, runs, done, placed)
-        if "start" in done[name].subjects and done[name].start is None:
-            bound = (
-                f"{SETTING} = {runs[name].train.start_from!r} is no run whose adapter is measured"
-            )
-            change = "Remove start, or name a run in train.start_from"
+        if "start" in done[name].subjects and runs[name].train.start_from is None:
+            bound = f"{SETTING} = null: there is no start to measure"
+            change = "Remove start, or name an adapter in train.start_from"
             raise setting_error(f"evaluate.subjects (run {name})", "start", bound, change)
     return {name: done[name] for name in runs}
 

@@ -26,7 +26,7 @@ from workflow.lib.scores.streamed_model import StreamedModel
 from workflow.lib.settings.config import ModelConfig
 from workflow.lib.settings.subjects import SubjectName
 from workflow.lib.system.checksums import RecordedFile, downloaded_files, listed_files
-from workflow.lib.system.files import file_sha256, package_versions
+from workflow.lib.system.files import SUMS, file_sha256, package_versions
 
 Opened = Model | StreamedModel
 SCORING_S = 1800.0  # between two forward passes: requests are made, or answers judged
@@ -63,7 +63,7 @@ class ModelFolders:
     adapter: Path
     model: Path | None = None  # the original
     merged: Path | None = None
-    start: Path | None = None  # the adapter of another run
+    start: Path | None = None  # the adapter of another run, or any
 
     def made_here(self) -> list[Path]:
         return [folder for folder in (self.base, self.adapter, self.merged, self.start) if folder]
@@ -87,6 +87,15 @@ def source_files(
         paths, lambda mine: [file_sha256(path, moved=moved) for path in mine], world=world
     )
     return [RecordedFile(folder, p.name, sha) for p, sha in zip(paths, hashes, strict=True)]
+
+
+def files_of(folder: Path) -> list[RecordedFile]:
+    """Return a folder's files that its numbers depend on: those of its checksums, or of an adapter
+    without any as they are now."""
+    if (folder / SUMS).is_file():
+        return listed_files(folder)
+    names = sorted(path.name for path in folder.iterdir() if _counts(path.name))
+    return [RecordedFile(folder, name, file_sha256(folder / name)) for name in names]
 
 
 def _counts(name: str) -> bool:
@@ -123,7 +132,7 @@ def subjects(
     }
     if folders.start is not None:
         on_start = memory.opener(partial(loading.tuned, folders.base, folders.start))
-        known["start"] = (content_key(base, listed_files(folders.start)), on_start)
+        known["start"] = (content_key(base, files_of(folders.start)), on_start)
     if folders.merged is not None:
         merged = memory.opener(partial(loading.plain, folders.merged))
         known["merged"] = (content_key(listed_files(folders.merged)), merged)

@@ -23,7 +23,11 @@ from workflow.lib.artifacts.evaluation_record import (
 from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.records import CalibrationFacts, Interval, Provenance, Quantization
 from workflow.lib.evaluation.questions import Measurement, Questions
-from workflow.lib.evaluation.rewards import rewards_difference, rewards_record
+from workflow.lib.evaluation.rewards import (
+    objective_record,
+    rewards_difference,
+    rewards_record,
+)
 from workflow.lib.evaluation.task_overlap import Array, overlap_shares
 from workflow.lib.evaluation.task_scores import (
     Loss,
@@ -91,7 +95,7 @@ def evaluations(
     """Return the artifacts of all subjects by name, in display order. four_bits: of a calibrated
     base; quantized_by: of `method_of`."""
     shown = [name for name in SUBJECTS if name in measured]
-    provenance = Provenance.now()
+    questions, provenance = _with_reference(questions, measured), Provenance.now()
     return {
         name: Evaluation(
             subject=name,
@@ -104,7 +108,7 @@ def evaluations(
                 other: compare(measured[other], measured[name], questions)
                 for other in shown[:position]
             },
-            **_rewards(measured[name], questions),
+            **_rewards(name, measured, questions),
             four_bits=four_bits if name == "base" else None,
             quantized_by=quantized_by if name == "base" else None,
             provenance=provenance,
@@ -113,20 +117,48 @@ def evaluations(
     }
 
 
-def _rewards(measured: Measurement, questions: Questions) -> dict[str, Any]:
-    losses, preferences = _answer_losses(measured, questions), questions.preferences
+def _with_reference(questions: Questions, measured: Mapping[SubjectName, Measurement]) -> Questions:
+    """Return the questions with the measured reference of the preferences, if it is a subject."""
+    preferences = questions.preferences
+    if preferences is None or preferences.measured_reference is None:
+        return questions
+    losses = _answer_losses(measured[preferences.measured_reference], questions)
+    assert losses is not None, "the answers to the reference are measured"
+    return replace(questions, preferences=preferences.with_reference(losses))
+
+
+def _rewards(
+    name: SubjectName, measured: Mapping[SubjectName, Measurement], questions: Questions
+) -> dict[str, Any]:
+    """Return rewards and the objective's loss, against that of the reference, or without one of the
+    first measured of `REFERENCES`."""
+    losses, preferences = _answer_losses(measured[name], questions), questions.preferences
     if losses is None or preferences is None:
         return {}
-    return {"rewards": rewards_record(preferences, losses)}
+    others: dict[str, Mapping[int, Loss] | None] = {
+        SUBJECT_LABELS[x]: _answer_losses(measured[x], questions)
+        for x in REFERENCES
+        if x in measured
+    }
+    if preferences.reference is not None:
+        others = {"reference": preferences.reference_losses(losses)}
+    against, before = next((item for item in others.items() if item[1]), ("itself", losses))
+    assert before is not None
+    examples = map(preferences.example_losses, (before, losses))
+    record = objective_record(*examples, of=preferences.examples, against=against)
+    if name == preferences.measured_reference:
+        return {"objective": record}  # its rewards are 0
+    return {"objective": record, "rewards": rewards_record(preferences, losses)}
 
 
 def _reward_difference(
     before: Measurement, after: Measurement, questions: Questions
 ) -> dict[str, Any]:
     old, new = (_answer_losses(measured, questions) for measured in (before, after))
-    if old is None or new is None or questions.preferences is None:
-        return {}
-    return {"rewards": rewards_difference(questions.preferences, old, new)}
+    preferences = questions.preferences
+    if old is None or new is None or preferences is None or preferences.reference is not None:
+        return {}  # of a reference the rewards are 0
+    return {"rewards": rewards_difference(preferences, old, new)}
 
 
 def _answer_losses(measured: Measurement, questions: Questions) -> dict[int, Loss] | None:

@@ -8,23 +8,32 @@ given answers. Its mean is no KL divergence, which is over the model's own answe
 negative."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from workflow.lib.artifacts.evaluation_record import RewardDifference, Rewards
+from workflow.lib.artifacts.evaluation_record import ObjectiveLoss, RewardDifference, Rewards
 from workflow.lib.data.tokens.token_store import TokenStore, choose_documents
-from workflow.lib.evaluation.intervals import Estimate, mean, mean_gain, signed_ratio
+from workflow.lib.evaluation.intervals import (
+    Estimate,
+    mean,
+    mean_gain,
+    positive_ratio,
+    signed_ratio,
+)
+from workflow.lib.evaluation.task_scores import Loss, difference_fields
 from workflow.lib.objectives import pairs
+from workflow.lib.objectives.kto import RatedAnswers, reference_point
+from workflow.lib.objectives.objective import DocumentSums
 from workflow.lib.scores.store import ScoreStore
 from workflow.lib.settings.config import EvaluateConfig
 from workflow.lib.settings.subjects import SUBJECTS, SubjectName
 
 # Subjects whose log-probabilities differ from the reference's because of the training.
 TRAINED: tuple[SubjectName, ...] = ("tuned", "tuned_on_original", "merged")
-Losses = Mapping[int, tuple[float, int]]
+Losses = Mapping[int, Loss]
 """(summed -log p, tokens) by document."""
 
 
@@ -34,18 +43,22 @@ class Preferences:
 
     firsts: list[int]  # the first document of each
     desirable: list[bool] | None  # of rated answers: whether each is good; None of pairs
-    rewards: pairs.Rewards
+    objective: pairs.Pairs | RatedAnswers
     reference: Mapping[int, float] | None
-    """The reference's log p of the answer, by document; None for objectives without one."""
+    """The reference's log p of the answer, by document; None for objectives without one, and until
+    the reference is measured."""
+    measured_reference: SubjectName | None = None
+    """The subject that is the reference; None: scores of another model, or no reference."""
 
     @classmethod
     def of(
         cls,
         store: TokenStore,
-        rewards: pairs.Rewards,
+        objective: pairs.Pairs | RatedAnswers,
         scores: ScoreStore | None,
         *,
         settings: EvaluateConfig,
+        measured_reference: SubjectName | None = None,
     ) -> "Preferences":
         """Choose the examples: all with trained tokens, or `evaluate.max_documents` of them."""
         documents = store.heldout_documents()
@@ -58,9 +71,12 @@ class Preferences:
         if scores is not None:
             both = [number + place for number in firsts for place in (0, 1)]
             reference = {n: float(scores.heldout(n).log_probs.sum(dtype=float)) for n in both}
-        return cls(
-            firsts, None if good is None else [bool(good[n]) for n in firsts], rewards, reference
-        )
+        desirable = None if good is None else [bool(good[n]) for n in firsts]
+        return cls(firsts, desirable, objective, reference, measured_reference)
+
+    def with_reference(self, losses: Losses) -> "Preferences":
+        """Return the same with the losses of the subject that is the reference."""
+        return replace(self, reference={number: -loss for number, (loss, _) in losses.items()})
 
     @property
     def what(self) -> str:
@@ -84,18 +100,43 @@ class Preferences:
 
     @property
     def subjects(self) -> tuple[SubjectName, ...]:
+        if self.measured_reference is not None:
+            return (self.measured_reference, *TRAINED)
         return SUBJECTS if self.reference is None else TRAINED
 
     def margins(self, losses: Losses) -> list[float]:
         """Return the margin of each example: positive if it is right."""
-        own = self.rewards(self._answers(self.firsts, losses))
-        other = self.rewards(self._answers([number + 1 for number in self.firsts], losses))
+        rewards = self.objective.rewards
+        own = rewards(self._answers(self.firsts, losses))
+        other = rewards(self._answers([number + 1 for number in self.firsts], losses))
         if self.desirable is None:
             margins: list[float] = (own - other).tolist()
             return margins
         signs = 2.0 * torch.tensor(self.desirable, dtype=torch.float64) - 1.0
-        signed: list[float] = (signs * (own - other.mean().clamp(min=0.0))).tolist()
+        signed: list[float] = (signs * (own - reference_point(other.mean()))).tolist()
         return signed
+
+    def example_losses(self, losses: Losses) -> list[Loss]:
+        """Return the objective's loss of each example, and 1."""
+        numbers = [number + place for number in self.firsts for place in (0, 1)]
+        answers = self._answers(numbers, losses)
+        good = None if self.desirable is None else torch.tensor(self.desirable)
+        sums, _ = self.objective.example_losses(
+            DocumentSums(
+                log_p=answers.log_p,
+                tokens=answers.tokens,
+                loss=-answers.log_p,
+                weight=answers.tokens,
+                reference=answers.reference,
+                desirable=None if good is None else good.repeat_interleave(2),
+            )
+        )
+        return [(float(loss), 1) for loss in sums]
+
+    def reference_losses(self, losses: Losses) -> Losses:
+        """Return the reference's own losses of the same documents."""
+        assert self.reference is not None, "the objective has no reference"
+        return {number: (-self.reference[number], n) for number, (_, n) in losses.items()}
 
     def log_ratios(self, losses: Losses, *, good: bool) -> tuple[list[float], list[float]] | None:
         """Return log p - log p_ref and the tokens of each good or each bad answer; None without a
@@ -132,6 +173,15 @@ def rewards_record(preferences: Preferences, losses: Losses) -> Rewards:
             fields |= _estimated(name, signed_ratio(*ratios))
     examples = {"of": preferences.examples, "examples": len(margins), "margins": margins}
     return Rewards.model_validate(examples | fields)
+
+
+def objective_record(
+    before: Sequence[Loss], after: Sequence[Loss], *, of: str, against: str
+) -> ObjectiveLoss:
+    """Return the objective's loss of a subject's examples, and its difference to that of others."""
+    own = positive_ratio(*zip(*after, strict=True))
+    paired = difference_fields(list(zip(before, after, strict=True)))
+    return ObjectiveLoss(of=of, against=against, loss=own.value, loss_ci95=own.ci95, **paired)
 
 
 def rewards_difference(preferences: Preferences, before: Losses, after: Losses) -> RewardDifference:

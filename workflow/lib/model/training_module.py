@@ -4,7 +4,7 @@ It takes a micro-batch and returns its summed loss, never logits of all position
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import nn
@@ -73,7 +73,8 @@ class CausalLMForTraining(nn.Module):
         causal_lm = peft_model.get_base_model()  # type: ignore[operator]
         self.head_loss = LinearCrossEntropy(tried_head(causal_lm, fused=fused_head))
         self.adapters = share_state(peft_model)
-        for layer in decoder_layers(causal_lm):
+        self._layers = decoder_layers(causal_lm)
+        for layer in self._layers:
             note_changes_in_place_(layer)
         self.matmul_precision = MatmulPrecision()
         """Dtype of the matmuls of frozen weights."""
@@ -83,6 +84,9 @@ class CausalLMForTraining(nn.Module):
         """Gathers the packed weights of decoder layers; None: all are on this process."""
         self.loss_scale: LossScale | None = None
         """In float16: the factor of the loss in backward."""
+        self.reference: Any = None
+        """The start of the run as the objective's reference (`training.start_reference`); None:
+        scores of another model, or no reference."""
         self.rows_of: Callable[[torch.Tensor], torch.Tensor] | None = None
         """Embedding rows (n, hidden) of ids (n,), if its table is not whole and frozen."""
         self.shares_prompts = False
@@ -97,10 +101,12 @@ class CausalLMForTraining(nn.Module):
         self._prepared = PreparedDecoder(causal_lm, self.adapters)
 
     def train(self, mode: bool = True) -> Self:
-        """Without the objective's dropout the model stays in evaluation: adapters and the family
-        drop nothing."""
+        """Without the objective's dropout all within decoder layers stays in evaluation: adapters
+        and the family drop nothing. The layers themselves recompute in training alone."""
         super().train(mode)
         self.peft_model.train(mode and self.objective.dropout)
+        for layer in self._layers:
+            layer.training = mode
         if self.router_balance is not None:
             self.router_balance.training = mode
         return self

@@ -11,8 +11,25 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from workflow.lib.objectives.objective import Figure, Head, TokensOfBatch, TokensOfRows
-from workflow.lib.objectives.pairs import Rewards, answers, reward_by_reference
+from workflow.lib.objectives.next_token import NEXT_TOKEN
+from workflow.lib.objectives.objective import (
+    DocumentSums,
+    Figure,
+    Head,
+    TokensOfBatch,
+    TokensOfRows,
+)
+from workflow.lib.objectives.pairs import (
+    Rewards,
+    answers,
+    measured_answers,
+    reward_by_reference,
+)
+
+
+def reference_point(mean: torch.Tensor) -> torch.Tensor:
+    """Return z, from the mean of v over answers to other prompts."""
+    return mean.clamp(min=0)
 
 
 @dataclass(frozen=True)
@@ -49,16 +66,31 @@ class RatedAnswers:
         answer, mismatched = answers(head.log_probs(states, batch.targets), batch)
         good, v = batch.desirable, answer.ratio
         assert good is not None, "the tokens hold rated answers"
-        z = v.new_zeros(()) if batch.estimate is None else batch.estimate.clamp(min=0)
-        lost = torch.where(
-            good, torch.sigmoid(self.beta * (z - v)), torch.sigmoid(self.beta * (v - z))
-        )
-        weights = torch.where(good, self.desirable_weight, self.undesirable_weight)
+        z = v.new_zeros(()) if batch.estimate is None else reference_point(batch.estimate)
         with torch.no_grad():
             every = (self.beta * v, answer.log_p)
             of_kinds = [x.where(kind, 0.0).sum() for x in every for kind in (good, ~good)]
             figures = torch.stack([*of_kinds, mismatched.ratio.sum()])
-        return (weights * lost).sum(), figures
+        return self._losses(v, good, z).sum(), figures
+
+    def _losses(self, v: torch.Tensor, good: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        """Return the loss of each answer."""
+        lost = torch.where(
+            good, torch.sigmoid(self.beta * (z - v)), torch.sigmoid(self.beta * (v - z))
+        )
+        return torch.where(good, self.desirable_weight, self.undesirable_weight) * lost
+
+    def token_losses(self, head: Head, states: torch.Tensor, batch: TokensOfBatch) -> torch.Tensor:
+        """Return -log p."""
+        return NEXT_TOKEN.token_losses(head, states, batch)
+
+    def example_losses(self, documents: DocumentSums) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the loss of each answer; z is of all of them."""
+        assert documents.desirable is not None, "the documents are rated answers"
+        answer, mismatched = measured_answers(documents)
+        z = reference_point(mismatched.ratio.mean())
+        losses = self._losses(answer.ratio, documents.desirable[::2], z)
+        return losses, torch.ones_like(losses)
 
     def step_sizes(self, rows: TokensOfRows, indices: npt.NDArray[np.int64]) -> tuple[float, ...]:
         """Return the answers of a step, the desirable and the undesirable ones."""

@@ -6,7 +6,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from workflow.lib.objectives.objective import Figure, Head, Teacher, TokensOfBatch, TokensOfRows
+from workflow.lib.objectives.objective import (
+    DocumentSums,
+    Figure,
+    Head,
+    Objective,
+    Teacher,
+    TokensOfBatch,
+    TokensOfRows,
+)
 
 
 class NextToken:
@@ -22,9 +30,17 @@ class NextToken:
 
     def loss(
         self, head: Head, states: torch.Tensor, batch: TokensOfBatch
-    ) -> tuple[torch.Tensor, None]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return sum(w (-log p)) () fp32."""
         return head.summed_loss(states, batch.targets, batch.weights), None
+
+    def token_losses(self, head: Head, states: torch.Tensor, batch: TokensOfBatch) -> torch.Tensor:
+        """Return -log p."""
+        return -head.log_probs(states, batch.targets)
+
+    def example_losses(self, documents: DocumentSums) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sums of each document."""
+        return documents.loss, documents.weight
 
     def step_sizes(self, rows: TokensOfRows, indices: npt.NDArray[np.int64]) -> tuple[float, ...]:
         """Return sum(w)."""
@@ -32,6 +48,19 @@ class NextToken:
 
 
 NEXT_TOKEN = NextToken()
+
+
+@dataclass(frozen=True)
+class TokenLosses(NextToken):
+    """No loss; its figures are the losses (n,) of each trained token by another objective."""
+
+    objective: Objective
+
+    def loss(
+        self, head: Head, states: torch.Tensor, batch: TokensOfBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        losses = self.objective.token_losses(head, states, batch)
+        return losses.new_zeros(()), losses
 
 
 @dataclass(frozen=True)
@@ -57,11 +86,21 @@ class Distill:
     def loss(
         self, head: Head, states: torch.Tensor, batch: TokensOfBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        return head.distilled_loss(states, batch.targets, batch.weights, self._teacher(batch))
+
+    def token_losses(self, head: Head, states: torch.Tensor, batch: TokensOfBatch) -> torch.Tensor:
+        """Return T^2 KL + sft_weight (-log p)."""
+        return head.distilled_losses(states, batch.targets, self._teacher(batch))
+
+    def _teacher(self, batch: TokensOfBatch) -> Teacher:
         ids, log_probs = batch.teacher_ids, batch.teacher_log_probs
         assert ids is not None, "the tokens have a teacher's scores"
         assert log_probs is not None
-        teacher = Teacher(ids, log_probs, self.temperature, self.sft_weight)
-        return head.distilled_loss(states, batch.targets, batch.weights, teacher)
+        return Teacher(ids, log_probs, self.temperature, self.sft_weight)
+
+    def example_losses(self, documents: DocumentSums) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sums of each document."""
+        return NEXT_TOKEN.example_losses(documents)
 
     def step_sizes(self, rows: TokensOfRows, indices: npt.NDArray[np.int64]) -> tuple[float, ...]:
         """Return sum(w)."""

@@ -52,6 +52,11 @@ class Head(Protocol):
     def log_probs(self, states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return log p (n,) fp32 of each target; 0 of padding."""
 
+    def distilled_losses(
+        self, states: torch.Tensor, targets: torch.Tensor, teacher: Teacher
+    ) -> torch.Tensor:
+        """Return each token's loss of `Teacher` (n,) fp32, without a gradient."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TokensOfBatch:
@@ -100,6 +105,18 @@ class Figure(NamedTuple):
     per: int = 0  # which of `Objective.step_sizes`
 
 
+class DocumentSums(NamedTuple):
+    """Measured documents (documents,) float64, those of an example next to each other: sums over
+    the trained tokens."""
+
+    log_p: torch.Tensor
+    tokens: torch.Tensor
+    loss: torch.Tensor  # of the tokens' losses by the objective, times their weights
+    weight: torch.Tensor  # of the tokens' weights
+    reference: torch.Tensor | None = None  # of log p by the reference
+    desirable: torch.Tensor | None = None  # bool, of rated answers
+
+
 class Objective(Protocol):
     """A step's loss = the sum of `loss` over micro-batches / the first of `step_sizes`."""
 
@@ -125,6 +142,14 @@ class Objective(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the summed loss () fp32 of a micro-batch, and the sums of its figures
         (figures,) fp32 without a gradient, None without any; states: (n, hidden_size)."""
+
+    def token_losses(self, head: Head, states: torch.Tensor, batch: TokensOfBatch) -> torch.Tensor:
+        """Return the loss (n,) fp32 of each trained token without its weight and a gradient; -log p
+        where losses are of documents."""
+
+    def example_losses(self, documents: DocumentSums) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return each example's summed loss and its size (examples,): the loss of all is the
+        quotient of their sums. So are the held-out loss of training and of evaluation."""
 
     def step_sizes(self, rows: TokensOfRows, indices: npt.NDArray[np.int64]) -> tuple[float, ...]:
         """Return the sizes of a step of these rows, before it runs."""

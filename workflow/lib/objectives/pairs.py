@@ -15,7 +15,9 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import logsigmoid
 
+from workflow.lib.objectives.next_token import NEXT_TOKEN
 from workflow.lib.objectives.objective import (
+    DocumentSums,
     Figure,
     Head,
     TokensOfBatch,
@@ -61,6 +63,13 @@ def answers(log_probs: torch.Tensor, batch: TokensOfBatch) -> tuple[Answers, Ans
     return Answers(*first), Answers(*second)  # type: ignore[arg-type]
 
 
+def measured_answers(documents: DocumentSums) -> tuple[Answers, Answers]:
+    """Return each example's first and second document."""
+    every = (documents.log_p, documents.reference, documents.tokens)
+    first, second = ([None if of is None else of[place::2] for of in every] for place in (0, 1))
+    return Answers(*first), Answers(*second)  # type: ignore[arg-type]
+
+
 @dataclass(frozen=True)
 class Pairs:
     """An objective on pairs. losses: (pairs,) of chosen and rejected; rewards: of answers."""
@@ -92,6 +101,18 @@ class Pairs:
             pairs_per_token = batch.step_sizes[0] / batch.step_sizes[1]
             loss = loss - self.sft_weight * pairs_per_token * chosen.log_p.sum()
         return loss, self._figures(chosen, rejected)
+
+    def token_losses(self, head: Head, states: torch.Tensor, batch: TokensOfBatch) -> torch.Tensor:
+        """Return -log p."""
+        return NEXT_TOKEN.token_losses(head, states, batch)
+
+    def example_losses(self, documents: DocumentSums) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the loss of each pair, with the supervised term in proportion to all of them."""
+        chosen, rejected = measured_answers(documents)
+        losses = self.losses(chosen, rejected)
+        pairs_per_token = len(losses) / chosen.tokens.sum()
+        losses = losses - self.sft_weight * pairs_per_token * chosen.log_p
+        return losses, torch.ones_like(losses)
 
     @torch.no_grad()
     def _figures(self, chosen: Answers, rejected: Answers) -> torch.Tensor:

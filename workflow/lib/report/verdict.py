@@ -98,17 +98,18 @@ class Measured:
 
     @property
     def outcome(self) -> Outcome:
-        """The interval's verdict: for preferences of the share of right rewards, for other runs of
-        the held-out loss."""
-        if self.served.rewards is None:
+        """The interval's verdict on the loss of an example by the run's objective: its own, or the
+        held-out loss."""
+        objective = self.served.objective
+        if objective is None:
             return self.loss_outcome
-        return _outcome(self.reward_gain_ci95, self.units)
+        return _outcome(objective.loss_difference_ci95, self.units)
 
     @property
     def units(self) -> int:
         """The documents or examples that decide the outcome."""
-        rewards = self.served.rewards
-        return self.comparison.documents if rewards is None else rewards.examples
+        objective = self.served.objective
+        return self.comparison.documents if objective is None else objective.documents
 
     @property
     def loss_outcome(self) -> Outcome:
@@ -116,20 +117,6 @@ class Measured:
         no difference of so few documents is significant."""
         compared = self.comparison
         return _outcome(compared.loss_difference_ci95, compared.documents)
-
-    @property
-    def rewards_beat(self) -> str:
-        """The comparison of the share of right rewards: the reference subject, if it has rewards,
-        or chance."""
-        return label(self.reference) if self.comparison.rewards else "chance"
-
-    @property
-    def reward_gain_ci95(self) -> Interval | None:
-        """The interval of the share of right rewards above `rewards_beat`."""
-        if (paired := self.comparison.rewards) is not None:
-            return paired.accuracy_ci95
-        ends = None if self.served.rewards is None else self.served.rewards.accuracy_ci95
-        return ends and (ends[0] - 0.5, ends[1] - 0.5)
 
     @property
     def scores(self) -> list[TaskScore]:

@@ -1,8 +1,8 @@
 """Tokens to score, in rows as training packs them, and scores of a model's logits.
 
-A row passes through a model at once: neighbouring packed rows or documents, concatenated, each
-without tokens after its last trained one (no trained token sees them). Positions begin again with
-each document, which alone keeps documents apart, as in training."""
+A row passes through a model at once: neighbouring packed rows without their padding, or documents,
+concatenated. Documents are whole: rotary embeddings may depend on their length. Positions begin
+again with each document, which alone keeps documents apart, as in training."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,6 +15,7 @@ import torch
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from workflow.lib.data.encoding.tokenizer import load_tokenizer
+from workflow.lib.data.tokens.packing import text_lengths
 from workflow.lib.data.tokens.token_store import Array, TokenStore
 from workflow.lib.distributed.work_sharing import is_sharded, shared_out
 from workflow.lib.distributed.world import World
@@ -65,7 +66,7 @@ def _items(tokens: TokenStore, part: Part) -> Iterator[Item]:
             ids, mask = tokens.heldout_documents()[number]
             positions = np.arange(len(ids))
         if mask.any():
-            end = int(np.flatnonzero(mask)[-1]) + 1
+            end = int(text_lengths(positions[None], mask[None])[0])
             yield ids[:end], positions[:end], mask[:end]
 
 

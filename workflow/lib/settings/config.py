@@ -28,7 +28,13 @@ from workflow.lib.settings.evaluate import (
     ExportConfig,
     ReportConfig,
 )
-from workflow.lib.settings.objectives import DistillConfig, PreferencesConfig, needs_of, readers_of
+from workflow.lib.settings.objectives import (
+    DistillConfig,
+    PreferencesConfig,
+    needs_of,
+    readers_of,
+    reads_start,
+)
 from workflow.lib.settings.overrides import overridden, without_effect
 from workflow.lib.settings.section_base import Name, Section
 from workflow.lib.settings.subjects import SUBJECTS, Served, SubjectName
@@ -141,6 +147,8 @@ class RunConfig(Sections):
             chosen = {"original", "base", "tuned", self.served}
             chosen |= {"merged"} if self.export.merged else set()
             chosen |= {"start"} if self.start is not None else set()
+        if self.evaluate.heldout and reads_start(self.train.objective, self.preferences):
+            chosen.add("base" if self.train.start_from is None else "start")  # rewards need it
         return tuple(name for name in SUBJECTS if name in chosen)
 
     @model_validator(mode="after")

@@ -25,6 +25,7 @@ PairLoss = Literal[
 ]
 SMOOTHED: tuple[PairLoss, ...] = ("sigmoid", "robust", "exo_pair")
 SCORED = Affects(told=("score_tokens",))
+START = "start"
 ScoredModel = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
@@ -36,9 +37,10 @@ class PreferencesConfig(Section):
         "result", read_by=("preflight_run", "finetune", "evaluate_run"), later=True
     )
 
-    reference: Annotated[ScoredModel, SCORED] = "start"
-    """Reference model of dpo, ipo and kto: `start` of the training, `original`, a run's name, a
-    folder (adapter or model), or a hub id."""
+    reference: Annotated[ScoredModel, SCORED] = START
+    """Reference model of dpo, ipo and kto: `start` of the training, by one more forward of each
+    step; or stored scores of `original`, a run's name, a folder (adapter or model), or a hub
+    id."""
     beta: float | None = Field(None, gt=0.0, le=100.0)
     """Strength of the pull to the reference (ipo: tau; orpo: lambda; simpo: scale of the reward).
     null = 0.1, simpo 2."""
@@ -142,6 +144,13 @@ NEEDS: Mapping[ObjectiveName, Needs] = {
 def needs_of(objective: ObjectiveName) -> Needs:
     """Return an objective's examples, the model whose scores it reads, and its settings."""
     return NEEDS[objective]
+
+
+def reads_start(objective: ObjectiveName, preferences: PreferencesConfig) -> bool:
+    """Return whether an objective's reference is the start of the training, which the training
+    module computes itself."""
+    needs_reference = needs_of(objective).scores_of == "preferences.reference"
+    return needs_reference and preferences.reference == START
 
 
 def readers_of(setting: str) -> list[ObjectiveName]:

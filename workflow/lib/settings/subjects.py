@@ -18,7 +18,7 @@ SUBJECT_LABELS: dict[SubjectName, str] = {
 SUBJECT_MEANINGS: dict[SubjectName, str] = {
     "original": "the model before quantization, in 16 bits",
     "base": "the same in 4 bits (NF4), as it was trained on",
-    "start": "the adapter of the run that training started from, on the NF4 base",
+    "start": "the adapter that training started from, on the NF4 base",
     "tuned": "the adapter on the NF4 base",
     "tuned_on_original": "the adapter on the original",
     "merged": "one model with the adapter in its weights, in 16 bits",

@@ -1,16 +1,16 @@
 """Held-out loss while a run trains, and the adapter with the lowest.
 
 Documents are packed into rows as in training and go through the training model itself, sharded as
-it is. The best adapter is kept beside the checkpoints, in a folder `best-<8 digits>`, for each of
-them: a run that resumes from any checkpoint finds the best adapter of that time."""
+it is, in the compute dtype. The best adapter is kept beside the checkpoints, in a folder
+`best-<8 digits>`, for each of them: a run that resumes from any checkpoint finds the best adapter
+of that time."""
 
 import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,15 +19,15 @@ import torch.distributed as dist
 from torch import nn
 
 from workflow.lib.artifacts.checkpoint_folder import saved_steps
-from workflow.lib.data.tokens.token_store import TokenStore, choose_documents
-from workflow.lib.distributed.fsdp import forward_only
+from workflow.lib.data.tokens.token_store import Document, TokenStore, choose_documents
 from workflow.lib.distributed.world import World
 from workflow.lib.model.micro_batch import MicroBatch
-from workflow.lib.model.training_module import CausalLMForTraining, loss_in
+from workflow.lib.model.training_module import CausalLMForTraining
+from workflow.lib.objectives.objective import DocumentSums
 from workflow.lib.system.errors import UserError
-from workflow.lib.training.batches import make_batch, with_examples, with_scores
+from workflow.lib.training.batches import make_batch, with_scores
 from workflow.lib.training.checkpoint import discard, load_adapter_, save_adapter
-from workflow.lib.training.gradients import step_estimate
+from workflow.lib.training.start_reference import token_losses
 
 
 def heldout_rows(lengths: Sequence[int], *, seq_len: int) -> list[list[int]]:
@@ -43,38 +43,20 @@ def heldout_rows(lengths: Sequence[int], *, seq_len: int) -> list[list[int]]:
     return rows
 
 
-class HeldOutRows(NamedTuple):
-    """Held-out documents packed into rows, arrays (rows, seq_len) like the training rows; the
-    padding of a row is one more document without a trained token."""
-
-    input_ids: npt.NDArray[np.int64]
-    position_ids: npt.NDArray[np.int64]
-    loss_mask: npt.NDArray[np.bool_]
-    desirable: npt.NDArray[np.bool_] | None
-
-    @property
-    def weights_per_row(self) -> npt.NDArray[Any]:
-        counts: npt.NDArray[Any] = self.loss_mask.sum(axis=1)
-        return counts
-
-    @classmethod
-    def of(cls, store: TokenStore, rows: Sequence[Sequence[int]], *, seq_len: int) -> Self:
-        """Return rows with these documents; a row without documents is padding alone."""
-        documents, good = store.heldout_documents(), store.heldout_desirable
-        shape = (len(rows), seq_len)
-        ids, position_ids = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
-        mask, desirable = np.zeros(shape, dtype=np.bool_), np.zeros(shape, dtype=np.bool_)
-        for row, numbers in enumerate(rows):
-            start = 0
-            for number in numbers:
-                document_ids, document_mask = documents[number]
-                span = slice(start, start + len(document_ids))
-                ids[row, span], mask[row, span] = document_ids, document_mask
-                position_ids[row, span] = np.arange(len(document_ids))
-                desirable[row, span] = good is not None and good[number]
-                start = span.stop
-            position_ids[row, start:] = np.arange(seq_len - start)
-        return cls(ids, position_ids, mask, None if good is None else desirable)
+def rows_of_documents(
+    documents: Sequence[Document], *, seq_len: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    """Return a row's ids, positions and mask (1, seq_len); its padding is one more document without
+    a trained token."""
+    ids, mask = np.zeros(seq_len, dtype=np.int64), np.zeros(seq_len, dtype=np.bool_)
+    positions, start = np.zeros(seq_len, dtype=np.int64), 0
+    for document_ids, document_mask in documents:
+        span = slice(start, start + len(document_ids))
+        ids[span], mask[span] = document_ids, document_mask
+        positions[span] = np.arange(len(document_ids))
+        start = span.stop
+    positions[start:] = np.arange(seq_len - start)
+    return ids[None], positions[None], mask[None]
 
 
 class HeldOutLosses(NamedTuple):
@@ -102,29 +84,30 @@ class HeldOut:
         self._store, self._micro_batch_size = store, micro_batch_size
         documents, sources = store.heldout_documents(), store.heldout_sources()
         size = 1 if store.examples == "texts" else 2
-        # by source: the held-out documents in each row, and the tokens of a row
-        self._sources: dict[str, tuple[list[list[int]], int]] = {}
         starts_of: dict[str, list[int]] = {}
         for start in range(0, len(sources), size):
             starts_of.setdefault(sources[start], []).append(start)
+        self._units: dict[str, list[range]] = {}  # by source: the documents of each example
         for name, starts in starts_of.items():
             chosen = choose_documents([documents[n] for n in starts], at_most=at_most, seed=seed)
-            units = [range(starts[number], starts[number] + size) for number in chosen]
-            if units:
-                self._sources[name] = self._packed(units)
-        if not self._sources:
+            if chosen:
+                self._units[name] = [range(starts[n], starts[n] + size) for n in chosen]
+        if not self._units:
             raise UserError(
                 "train.evaluate_every_steps asks for the held-out loss, and no held-out document "
                 "has a trained token. "
                 "Set it to null, or give held-out data (data.heldout, data.heldout_share)."
             )
+        self._numbers = [n for units in self._units.values() for unit in units for n in unit]
+        self._rows, self._seq_len = self._packed()
 
-    def _packed(self, units: Sequence[range]) -> tuple[list[list[int]], int]:
+    def _packed(self) -> tuple[list[list[int]], int]:
+        """Return the numbers of the documents of each row, and the tokens of a row."""
         documents = self._store.heldout_documents()
-        lengths = [sum(len(documents[number][0]) for number in unit) for unit in units]
+        lengths = [len(documents[number][0]) for number in self._numbers]
         seq_len = max(self._store.seq_len, *lengths)
         packed = heldout_rows(lengths, seq_len=seq_len)
-        return [[number for unit in row for number in units[unit]] for row in packed], seq_len
+        return [[self._numbers[place] for place in row] for row in packed], seq_len
 
     def due(self, step: int) -> bool:
         """Tell whether the loss is measured after `step` (1-based): every so many, and the last."""
@@ -137,58 +120,84 @@ class HeldOut:
         world: World,
         moved: Callable[[], None] = lambda: None,
     ) -> HeldOutLosses:
-        """Return the objective's loss of each source's documents as one step, equal on all
-        processes: for supervised training the mean -log p (nats) of a trained token. Collective.
-        Calls `moved` after every batch."""
-        was_training = training.training
-        training.eval()
-        sums, divisors = {}, {}
-        for name, (rows, seq_len) in self._sources.items():
-            by_row = [
-                training.objective.step_sizes(self._arrays([row], seq_len), np.arange(1))
-                for row in rows
-            ]
-            sizes = tuple(map(sum, zip(*by_row, strict=True)))
-            batches = partial(self._batches, name, world, sizes, moved)
-            estimate = step_estimate(training, batches(), divisor=sizes[0], world=world)
-            total = torch.zeros((), dtype=torch.float64, device=world.device)
-            with forward_only(training):
-                for batch in batches():
-                    total += loss_in(training(replace(batch, estimate=estimate)))
-            dist.all_reduce(total)
-            sums[name], divisors[name] = float(total), sizes[0]
-        training.train(was_training)
-        by_source = {name: sums[name] / divisors[name] for name in sums}
-        return HeldOutLosses(sum(sums.values()) / sum(divisors.values()), by_source)
+        """Return the objective's loss of an example (`Objective.example_losses`), of all and of
+        each source's, equal on all processes: for supervised training the mean -log p (nats) of a
+        trained token, by their weights. Collective. Calls `moved` after every batch."""
+        batches = partial(self._batches, world, moved)
+        objective, start = training.objective, training.reference
+        losses = self._sums(token_losses(training, batches(), objective), world)
+        reference = None
+        if start is not None:
+            reference = self._sums(start.log_probs(training, batches()), world)[0]
+        elif self._store.scores is not None and self._store.examples != "texts":
+            reference = self._scored()
+        sums, sizes = objective.example_losses(self._documents(losses, reference))
+        by_source, first = {}, 0
+        for name, units in self._units.items():
+            part = slice(first, first + len(units))
+            by_source[name] = float(sums[part].sum() / sizes[part].sum())
+            first = part.stop
+        return HeldOutLosses(float(sums.sum() / sizes.sum()), by_source)
 
-    def _arrays(self, rows: Sequence[Sequence[int]], seq_len: int) -> HeldOutRows:
-        return HeldOutRows.of(self._store, rows, seq_len=seq_len)
+    def _sums(self, values: Sequence[torch.Tensor], world: World) -> torch.Tensor:
+        """Return each document's sums (2, documents) float64 over its trained tokens, of values and
+        of weighted ones, from those of this process's batches. Collective."""
+        place_of = {number: place for place, number in enumerate(self._numbers)}
+        sums = torch.zeros(2, len(self._numbers), dtype=torch.float64)
+        for rows, losses in zip(self._own_rows(world), values, strict=True):
+            numbers = [number for row in rows for number in row]
+            weights = [self._store.heldout_weights(number) for number in numbers]
+            places = [place_of[n] for n, x in zip(numbers, weights, strict=True) for _ in x]
+            own = losses.cpu().double()
+            weighted = own * torch.from_numpy(np.concatenate([*weights, np.empty(0)]))
+            documents = torch.tensor(places, dtype=torch.int64)
+            sums.index_add_(1, documents, torch.stack([own, weighted]))
+        total = sums.to(world.device)
+        dist.all_reduce(total)
+        return total.cpu()
 
-    def _batches(
-        self, source: str, world: World, sizes: tuple[float, ...], moved: Callable[[], None]
-    ) -> Iterator[MicroBatch]:
-        """Yield this process's rows; call `moved` after each batch. All processes have equally many
-        batches, because each gathers the weights."""
-        of_step = torch.tensor(sizes) if len(sizes) > 1 else None
-        of_source, seq_len = self._sources[source]
-        own_rows = of_source[world.rank :: world.size]
-        num_rows = math.ceil(len(of_source) / world.size)  # of the process with the most
+    def _scored(self) -> torch.Tensor:
+        scores = self._store.scores
+        sums = [scores.heldout(n).log_probs.sum(dtype=float) for n in self._numbers]
+        return torch.tensor(sums, dtype=torch.float64)
+
+    def _documents(self, losses: torch.Tensor, reference: torch.Tensor | None) -> DocumentSums:
+        weights = [self._store.heldout_weights(number) for number in self._numbers]
+        good = self._store.heldout_desirable
+        return DocumentSums(
+            log_p=-losses[0],
+            tokens=torch.tensor([len(x) for x in weights], dtype=torch.float64),
+            loss=losses[1],
+            weight=torch.tensor([x.sum() for x in weights], dtype=torch.float64),
+            reference=reference,
+            desirable=None if good is None else torch.from_numpy(good[self._numbers]),
+        )
+
+    def _own_rows(self, world: World) -> Iterator[list[list[int]]]:
+        """Yield the rows of this process's batches; a row without documents is padding alone. All
+        processes have equally many, because each gathers the weights."""
+        own = self._rows[world.rank :: world.size]
+        num_rows = math.ceil(len(self._rows) / world.size)  # of the process with the most
+        own = [*own, *([] for _ in range(num_rows - len(own)))]
         for start in range(0, num_rows, self._micro_batch_size):
-            count = min(self._micro_batch_size, num_rows - start)
-            rows = own_rows[start : start + count]
-            batch = self._batch([*rows, *([] for _ in range(count - len(rows)))], seq_len)
-            yield replace(batch, step_sizes=of_step).to(world.device)
+            yield own[start : start + self._micro_batch_size]
+
+    def _batches(self, world: World, moved: Callable[[], None]) -> Iterator[MicroBatch]:
+        for rows in self._own_rows(world):
+            yield self._batch(rows).to(world.device)
             moved()
 
-    def _batch(self, rows: Sequence[Sequence[int]], seq_len: int) -> MicroBatch:
-        ids, positions, mask, desirable = self._arrays(rows, seq_len)
+    def _batch(self, rows: Sequence[Sequence[int]]) -> MicroBatch:
+        documents, scores = self._store.heldout_documents(), self._store.scores
+        arrays = [
+            rows_of_documents([documents[n] for n in row], seq_len=self._seq_len) for row in rows
+        ]
+        ids, positions, mask = (np.concatenate(x) for x in zip(*arrays, strict=True))
         batch = make_batch(ids, positions, mask, device=torch.device("cpu"))
-        if self._store.examples != "texts":
-            batch = with_examples(batch, desirable)
-        if self._store.scores is None:
+        if scores is None:
             return batch
         numbers = [number for row in rows for number in row] or [0]
-        return with_scores(batch, [self._store.scores.heldout(number) for number in numbers])
+        return with_scores(batch, [scores.heldout(number) for number in numbers])
 
 
 def patience_is_over(losses: Sequence[float], patience: int | None) -> bool:

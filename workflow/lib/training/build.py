@@ -43,8 +43,10 @@ from workflow.lib.model.recomputation import checkpoint_activations_
 from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.objectives.from_settings import objective_of
 from workflow.lib.settings.config import LoraSettings, RunConfig
+from workflow.lib.settings.objectives import reads_start
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.training.start_adapter import load_start_
+from workflow.lib.training.start_reference import StartReference
 
 logger = logging.getLogger("workflow")
 
@@ -160,6 +162,8 @@ def build_training_model(
         load_start_(training, start, config, base=base)
     if dtype == torch.float16:
         training.loss_scale = LossScale()
+    if reads_start(config.train.objective, config.preferences):
+        training.reference = StartReference(training)
     return replace(laid_out, bytes_read=bytes_read, fused=fused, continues=start is not None)
 
 

@@ -61,6 +61,7 @@ from workflow.lib.training.gradients import (
 )
 from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs, forward_backward
 from workflow.lib.training.optimizers import ShardwiseOptimizer, learning_rate
+from workflow.lib.training.start_reference import with_references
 
 logger = logging.getLogger("workflow")
 
@@ -267,6 +268,7 @@ class Trainer:
         self, rows: StepRows, batches: Iterator[MicroBatch], *, by_graphs: bool = True
     ) -> StepInProgress:
         scale = loss_scale_of(self.training)
+        batches = self._with_references(rows, batches)
         plainly = partial(forward_backward, self.training, estimate=self._estimate(rows))
         loss = LossSum(
             (self.graphs if by_graphs else None) or plainly,
@@ -283,6 +285,19 @@ class Trainer:
                 device=self.world.device,
             )
         return StepInProgress(rows, batches, loss)
+
+    def _with_references(
+        self, rows: StepRows, batches: Iterator[MicroBatch]
+    ) -> Iterator[MicroBatch]:
+        """Return a step's micro-batches with the start's log-probabilities, if it is the reference.
+        Collective."""
+        if self.training.reference is None:
+            return batches
+        with self.training.matmul_precision.in_eight_bits():
+            references = self.training.reference.of_step(
+                self.training, rows, partial(self._micro_batches, rows)
+            )
+        return with_references(batches, references)
 
     def _estimate(self, rows: StepRows) -> torch.Tensor | None:
         """Return the objective's estimate for the whole step, or None. Collective."""
@@ -390,8 +405,11 @@ class Trainer:
 
     def _step_batches(self, rows: StepRows) -> Iterator[tuple[list[int], MicroBatch]]:
         numbers = ([int(number) for number in group.indices] for group in rows.groups)
-        batches = micro_batches(self.store, rows.groups, device=self.world.device)
+        batches = self._with_references(rows, self._micro_batches(rows))
         yield from zip(numbers, batches, strict=True)
+
+    def _micro_batches(self, rows: StepRows) -> Iterator[MicroBatch]:
+        return micro_batches(self.store, rows.groups, device=self.world.device)
 
 
 class Standstill:

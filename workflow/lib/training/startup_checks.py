@@ -5,7 +5,6 @@ import logging
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ from workflow.lib.system.compute_choice import COMPUTE_DTYPE, FLEX, FLOAT8
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.training.batches import shared_lengths, stored_batch
 from workflow.lib.training.build import TrainingModel
+from workflow.lib.training.start_reference import token_losses
 
 PACKED_TOKENS = 256  # compared with the family's own attention
 PACKED_SHARES = (0.5, 0.3, 0.2)  # of them in each document
@@ -104,11 +104,8 @@ def startup_checks(
 
 def _forward_first_row(training: CausalLMForTraining, store: TokenStore, world: World) -> None:
     """Set FSDP up by a first forward, before units are gathered by hand. Collective."""
-    first = np.arange(1)
-    sizes = torch.tensor(training.objective.step_sizes(store, first))
-    batch = replace(stored_batch(store, first), step_sizes=sizes)
-    with forward_only(training):
-        training(batch.to(world.device))
+    batch = stored_batch(store, np.arange(1)).to(world.device)
+    token_losses(training, [batch], training.objective)
 
 
 def _check_weights(

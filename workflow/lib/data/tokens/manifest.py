@@ -59,8 +59,8 @@ def manifest(
     splits = splits_facts(train, heldout, packed_rows=packed_rows, seq_len=seq_len)
     positions = np.load(folder / POSITIONS, mmap_mode="r", allow_pickle=False)
     splits["train"]["lengths"] = grouped(row_lengths(positions))
-    if (folder / WEIGHTS).exists():
-        weights = np.load(folder / WEIGHTS, mmap_mode="r", allow_pickle=False)
+    if (folder / WEIGHTS[0]).exists():
+        weights = np.load(folder / WEIGHTS[0], mmap_mode="r", allow_pickle=False)
         splits["train"]["weights"] = weight_facts(weights)
     optional = [name for name in OPTIONAL_ARRAYS if (folder / name).exists()]
     files = [*ARRAYS, *optional, REJECTS, TRUNCATED]

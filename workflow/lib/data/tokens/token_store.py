@@ -42,9 +42,13 @@ ARRAYS: dict[str, npt.DTypeLike] = {
     "heldout.loss_mask.npy": "|b1",
     "heldout.offsets.npy": "<i8",
 }
-WEIGHTS = "train.weights.npy"  # only where a training token has a weight other than 0 and 1
+# Of splits with a token whose weight is neither 0 nor 1.
+WEIGHTS = ("train.weights.npy", "heldout.weights.npy")
 DESIRABLE = ("train.desirable.npy", "heldout.desirable.npy")  # of rated answers alone
-OPTIONAL_ARRAYS: dict[str, npt.DTypeLike] = {WEIGHTS: "<f4", **dict.fromkeys(DESIRABLE, "|b1")}
+OPTIONAL_ARRAYS: dict[str, npt.DTypeLike] = {
+    **dict.fromkeys(WEIGHTS, "<f4"),
+    **dict.fromkeys(DESIRABLE, "|b1"),
+}
 CHUNK_TOKENS = 2**24  # mask entries (bytes) read at a time for the sum of a whole array
 
 Array = npt.NDArray[Any]
@@ -86,7 +90,7 @@ class TokenStore:
         self.input_ids = arrays["train.input_ids.npy"]
         self.loss_mask = arrays["train.loss_mask.npy"]
         self.position_ids = arrays[POSITIONS]
-        self.weights = arrays.get(WEIGHTS)
+        self.weights, self._heldout_weights = map(arrays.get, WEIGHTS)
         self.desirable, self._heldout_desirable = map(arrays.get, DESIRABLE)
         self.num_rows, self.seq_len = self.input_ids.shape
         self.scores: Any = None  # a `scores.store.ScoreStore` of these tokens
@@ -148,6 +152,14 @@ class TokenStore:
         for rated answers."""
         every = self._heldout_desirable
         return None if every is None else np.asarray(every[self._offsets[:-1]])
+
+    def heldout_weights(self, number: int) -> npt.NDArray[np.float64]:
+        """Return the weights of a held-out document's trained tokens (trained,) in the loss."""
+        span = slice(*(int(x) for x in self._offsets[number : number + 2]))
+        trained = self._heldout[number][1]
+        if self._heldout_weights is None:
+            return np.ones(int(trained.sum()))
+        return np.asarray(self._heldout_weights[span][trained], dtype=np.float64)
 
     def heldout_sources(self) -> list[str]:
         """Return the name of the source of each held-out document, from the manifest."""
@@ -213,7 +225,7 @@ def _check_examples(path: Path, manifest: dict[str, Any]) -> None:
             f"{', '.join(get_args(Examples))}. Delete the folder {path} and run the workflow again."
         )
     held = {name for name in OPTIONAL_ARRAYS if name in manifest["files"]}
-    needed, allowed = (set(DESIRABLE),) * 2 if examples == "rated" else (set[str](), {WEIGHTS})
+    needed, allowed = (set(DESIRABLE),) * 2 if examples == "rated" else (set[str](), set(WEIGHTS))
     if not needed <= held <= (allowed if examples != "pairs" else set()):
         listed = ", ".join(sorted(held)) or "no optional array"
         finding = f"says that its examples are {examples}, and it has {listed}"

@@ -27,7 +27,7 @@ WINDOW_ROWS = 64  # rows of a window at least: the last one may stay half empty
 Part = tuple[int, npt.NDArray[np.uint32]]
 # A shard's optional arrays, beside ids and masks.
 MORE: dict[str, Callable[[Shard], Array]] = {
-    WEIGHTS: Shard.weights,
+    **dict.fromkeys(WEIGHTS, Shard.weights),
     **dict.fromkeys(DESIRABLE, Shard.desirable),
 }
 
@@ -177,11 +177,14 @@ def packing_windows(
 def optional_arrays(split: Split) -> list[str]:
     """Return the optional arrays of a split: weights if some token has one other than 0 and 1, and
     whether answers are good."""
-    if split.examples == "rated":
-        return [name for name in DESIRABLE if name.startswith(f"{split.name}.")]
     documents = split.documents
     shards = (documents.shards[shard] for shard, _ in documents.by_shard(split.chosen))
-    return [WEIGHTS] if split.name == "train" and any(s.has_weights for s in shards) else []
+    names: Collection[str] = ()
+    if split.examples == "rated":
+        names = DESIRABLE
+    elif any(shard.has_weights for shard in shards):
+        names = WEIGHTS
+    return [name for name in names if name.startswith(f"{split.name}.")]
 
 
 def _load(documents: Documents, parts: Sequence[Part]) -> tuple[Any, Any, Any, Any]:

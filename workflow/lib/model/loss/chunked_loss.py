@@ -81,6 +81,13 @@ class LinearCrossEntropy(nn.Module):
         losses: torch.Tensor = self(states, targets, by_row=True)
         return -losses
 
+    def distilled_losses(
+        self, states: torch.Tensor, targets: torch.Tensor, teacher: Teacher
+    ) -> torch.Tensor:
+        """Return T^2 KL + sft_weight (-log p) (rows,), without a gradient."""
+        kl, nll = self.computed(states, targets, None, None, teacher).losses.unbind(1)
+        return teacher.temperature**2 * kl + teacher.sft_weight * nll
+
     def distilled_loss(
         self,
         states: torch.Tensor,
