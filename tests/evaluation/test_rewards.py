@@ -88,7 +88,7 @@ def test_objectives_loss_is_of_an_example_and_paired_with_the_references():
     assert after == [(pytest.approx(loss), 1) for loss in own]
     before = asked.example_losses(asked.reference_losses(LOSSES))
     assert before == [(pytest.approx(math.log(2)), 1)] * 3
-    found = objective_record(before, after, of="pairs", against="reference", settings=SETTINGS)
+    found = objective_record(before, after, of="pairs", against="reference")
     assert found.loss == pytest.approx(sum(own) / 3)
     assert found.loss_difference == pytest.approx(math.log(2) - sum(own) / 3)
 
