@@ -1,12 +1,19 @@
 """The causes that are repeated when a workflow stops."""
 
+import logging
 import os
 import subprocess
 import time
 
 import pytest
 
-from workflow.lib.artifacts.stage_logs import BEGUN, ENDED, failure_causes, from_the_future
+from workflow.lib.artifacts.stage_logs import (
+    BEGUN,
+    ENDED,
+    FailedJobs,
+    failure_causes,
+    from_the_future,
+)
 from workflow.lib.system.errors import PeerLostError
 
 STAMP = "2026-11-21 10:11:55,585"
@@ -29,6 +36,19 @@ CAUSES = {
         [f"{STAMP} ERROR failed unexpectedly", "Traceback:", "  x", "KeyError: 'a'"],
         "failed unexpectedly ... KeyError: 'a'",
     ),
+    "message of several lines, whole": (
+        [f"{STAMP} ERROR 2 rows are unusable.", "  row 1: null", "All: rejects.jsonl"],
+        "2 rows are unusable.\n  row 1: null\nAll: rejects.jsonl",
+    ),
+    "another command's stage, which writes on": (
+        [
+            f"{STAMP} DEBUG {BEGUN}",
+            f"{STAMP} DEBUG {BEGUN}",
+            f"{STAMP} ERROR is in use",
+            f"{STAMP} INFO step 3",
+        ],
+        "is in use",
+    ),
     "end that was told": (
         [f"{STAMP} DEBUG {BEGUN}", f"{STAMP} INFO done", f"{STAMP} DEBUG {ENDED}"],
         None,
@@ -41,6 +61,23 @@ def test_error_that_ends_a_log_is_the_cause(tmp_path, lines, cause):
     assert failure_causes(tmp_path / "logs", since=0) == [], "a workflow without logs"
     path = log(tmp_path, *lines)
     assert failure_causes(tmp_path, since=0) == ([f"{path}: {cause}"] if cause else [])
+
+
+def snakemakes(message, **extra):
+    return logging.makeLogRecord({"msg": message, "levelno": logging.ERROR, **extra})
+
+
+def test_error_of_a_failed_job_is_shown_once_in_place_of_its_command(tmp_path, capsys):
+    command = snakemakes('CalledProcessError in file "x.smk", line 1:\nCommand ...')
+    failed = snakemakes(None, event="job_error")
+    filtering = FailedJobs(tmp_path, since=0)
+    assert filtering.filter(snakemakes("Select jobs to execute..."))
+    assert filtering.filter(failed), "a job without a log of its own"
+    log(tmp_path, f"{STAMP} ERROR data.train: no rows")
+    assert not filtering.filter(command)
+    assert not filtering.filter(failed)
+    assert not filtering.show()
+    assert capsys.readouterr().err.count("data.train: no rows") == 1
 
 
 def test_logs_of_earlier_invocations_are_left_out(tmp_path):

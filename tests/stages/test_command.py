@@ -3,6 +3,7 @@ defect, the log."""
 
 import argparse
 import errno
+import io
 import logging
 import os
 import re
@@ -13,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from workflow.lib.artifacts.stage_logs import ERRORS_FROM_LOG
 from workflow.lib.system.errors import UserError
-from workflow.scripts.command import interrupt, only_writer, run, stage_parser
+from workflow.scripts.command import LogFile, Terminal, interrupt, only_writer, run, stage_parser
 
 logger = logging.getLogger("workflow")
 
@@ -237,3 +239,41 @@ def test_result_of_a_stage_whose_input_changed_is_not_kept(tmp_path, monkeypatch
         run(work, stage_parser("", needs="model output", config_required=False))
     assert f"{model / 'config.json'} was changed while it was read" in capsys.readouterr().err
     assert not output.exists()
+
+
+def test_log_that_another_command_removes_keeps_its_lines(tmp_path):
+    """Snakemake removes the log of a job before it starts that, also while another runs it."""
+    path = tmp_path / "stage.log"
+    both = [LogFile(path), LogFile(path)]  # the stage and its worker
+    for number, handler in enumerate([*both, *both]):
+        if number == 2:
+            path.unlink()
+            path.write_text("of the other command\n")
+        handler.emit(logging.makeLogRecord({"msg": f"line {number}"}))
+    for handler in both:
+        handler.close()
+    lines = path.read_text().splitlines()
+    assert sorted(lines) == [*(f"line {number}" for number in range(4)), "of the other command"]
+
+
+@pytest.mark.parametrize(("is_terminal", "text"), [(True, "\r\x1b[Kdone"), (False, "done")])
+def test_message_on_a_terminal_begins_on_a_line_of_its_own(monkeypatch, is_terminal, text):
+    """A bar of this or another process may stand there."""
+    monkeypatch.setenv("TERM", "xterm")
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: is_terminal)
+    Terminal(stream).emit(logging.makeLogRecord({"msg": "done"}))
+    assert stream.getvalue() == text + "\n"
+
+
+def test_error_that_snakemake_shows_from_the_log_is_not_shown_by_the_stage_too(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv(ERRORS_FROM_LOG, "1")
+    path = tmp_path / "stage.log"
+    assert outcome(mistake, monkeypatch, "--log", str(path)) == 1
+    assert "train.epochs" not in capsys.readouterr().err
+    assert "train.epochs" in path.read_text()
+    logger.handlers.clear()
+    assert outcome(mistake, monkeypatch) == 1
+    assert "train.epochs" in capsys.readouterr().err, "there is no log"

@@ -1,10 +1,12 @@
 """Locks: one holder at a time, named to whoever waits, and free as soon as it is dead."""
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -71,3 +73,14 @@ def test_holder_that_fails_was_not_killed(tmp_path):
         raise KeyError
     with exclusive(tmp_path / ".lock", doing="testing") as killed:
         assert killed is None
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_file_system_without_locks_is_named_with_the_cure(tmp_path, number):
+    lacks = mock.patch("fcntl.flock", side_effect=OSError(number, os.strerror(number)))
+    with (
+        lacks,
+        pytest.raises(UserError, match=rf"{tmp_path}: its file system has no locks .* lockd"),
+        exclusive(tmp_path / ".lock", doing="testing"),
+    ):
+        pass

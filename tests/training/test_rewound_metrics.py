@@ -2,7 +2,7 @@
 
 import pytest
 
-from workflow.lib.artifacts.checkpoint_folder import rewind_metrics
+from workflow.lib.artifacts.checkpoint_folder import damaged_line, rewind_metrics
 from workflow.lib.system.artifact_files import checked_line, read_lines
 
 
@@ -38,3 +38,20 @@ def test_lines_from_one_with_a_flipped_bit_are_not_trusted(tmp_path):
     text = "".join(map(checked_line, METRICS))
     path.write_text(text.replace('"step": 4', '"step": 5'))
     assert rewind_metrics(path, step=99) == METRICS[:2]
+
+
+LINES = [checked_line(row) for row in METRICS]
+FILES = {
+    "whole": ("".join(LINES), None),
+    "cut by a kill": ("".join(LINES)[:-9], None),
+    "flipped bit": ("".join(LINES).replace('"step": 4', '"step": 5'), 3),
+    "zeros of a power cut": ("\0" * 50 + "\n", 1),
+}
+
+
+@pytest.mark.parametrize(("text", "line"), FILES.values(), ids=FILES)
+def test_line_that_a_disk_changed_is_named_and_one_that_a_kill_cut_is_not(tmp_path, text, line):
+    path = tmp_path / "metrics.jsonl"
+    assert damaged_line(path) is None
+    path.write_text(text)
+    assert damaged_line(path) == line

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
+from snakemake.logging import logger
 from snakemake.settings.types import DeploymentMethod
 from snakemake.utils import update_config
 
@@ -19,10 +20,11 @@ if not all(importlib.util.find_spec(name) for name in ("workflow", "workflow.lib
     )
 
 from workflow.lib.artifacts import layout
+from workflow.lib.artifacts.checkpoint_folder import begin_anew
 from workflow.lib.artifacts.closing_lines import closing_lines
 from workflow.lib.artifacts.local_inputs import check_local_paths, check_prefix
 from workflow.lib.artifacts.scored_models import made_folders, scored_models
-from workflow.lib.artifacts.stage_logs import failure_causes, from_the_future
+from workflow.lib.artifacts.stage_logs import ERRORS_FROM_LOG, FailedJobs, from_the_future
 from workflow.lib.artifacts.starts import with_starts
 from workflow.lib.artifacts.trained_content import check_records, trained_content
 from workflow.lib.evaluation.task_files import refuse_code
@@ -96,6 +98,7 @@ if workflow.modifier.namespace:
 config = overridden(config, given)
 
 STARTED = time.time()
+FAILED_JOBS = FailedJobs(Path(placed("logs")), since=STARTED)
 
 
 def located(path):
@@ -309,9 +312,21 @@ def requested(name, need, run_of=lambda wildcards: RUNS[wildcards.run]):
     return asked
 
 
+def forced_trainings():
+    """Return the names of the runs whose training the command line forces (`--forcerun`, `--force`, `--forceall`)."""
+    if workflow.touch or not workflow.is_main_process:
+        return []
+    jobs = [job for job in workflow.dag.needrun_jobs() if re.fullmatch(r"(\w*_)?finetune", job.rule.name)]
+    return [job.wildcards.run for job in jobs if workflow.dag.reason(job).forced]
+
+
 onstart:
     # Again: Snakemake has set its own handler since.
     interrupts.end_with_jobs(jobs_run_here=workflow.local_exec)
+    os.environ[ERRORS_FROM_LOG] = "1"
+    for handler in logger.handlers:
+        if handler.name == "DefaultStreamHandler":
+            handler.addFilter(FAILED_JOBS)
     try:
         for name, run in RUNS.items():
             check_place(
@@ -322,6 +337,10 @@ onstart:
             )
         if on_this_machine():
             check_processes_can_work()
+        for name in forced_trainings():
+            folder = Path(placed(layout.checkpoint_dir(name, RUNS[name])))
+            for line in begin_anew(folder.parent.glob(f"{folder.name}-*")):
+                print(line, file=sys.stderr)
     except UserError as error:
         raise WorkflowError(str(error)) from None
     # Snakemake counts GPUs only against a limit: the cards of this machine. A lease assigns them to a job.
@@ -337,8 +356,7 @@ onsuccess:
 
 
 onerror:
-    for cause in failure_causes(Path(placed("logs")), since=STARTED):
-        print(cause, file=sys.stderr)
+    FAILED_JOBS.show()
     used = {
         located(path)
         for run in RUNS.values()

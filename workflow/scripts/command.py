@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from workflow import scripts
-from workflow.lib.artifacts.stage_logs import BEGUN, ENDED
+from workflow.lib.artifacts.stage_logs import BEGUN, ENDED, ERRORS_FROM_LOG
 from workflow.lib.system.environment import follows, is_worker
 from workflow.lib.system.errors import PeerLostError, StoppedError, UserError
 from workflow.lib.system.files import unwritable
@@ -248,22 +248,64 @@ def keep_to_file() -> None:
             handler.setLevel(logging.CRITICAL + 1)
 
 
+class Terminal(logging.StreamHandler[TextIO]):
+    """Standard error: a message begins on a line of its own, also where a progress bar stands."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        has_bars = self.stream.isatty() and os.environ.get("TERM") != "dumb"
+        return ("\r\x1b[K" if has_bars else "") + super().format(record)
+
+
+class LogFile(logging.FileHandler):
+    """A log that survives its removal: Snakemake removes it before it starts a job, also while the
+    same job of another command writes to it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, mode="a+", encoding="utf-8")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError):  # of a full disk, which the stage itself meets
+            self._put_back()
+        super().emit(record)
+
+    def _put_back(self) -> None:
+        removed = self.stream
+        if removed is None or self._is_there(removed):
+            return
+        self.stream = self._open()
+        self.stream.seek(0)
+        removed.seek(0)
+        # Another process of this stage may have put it back.
+        if (text := removed.read()) not in self.stream.read():
+            self.stream.write(text)
+        removed.close()
+
+    def _is_there(self, stream: TextIO) -> bool:
+        with suppress(FileNotFoundError):
+            now = Path(self.baseFilename).stat()
+            return os.path.samestat(os.fstat(stream.fileno()), now)
+        return False
+
+
 def start_log(path: Path | None) -> None:
     """Send records to the terminal and, if given, to a file.
 
-    The terminal gets info and above, short; the file gets all, with time and level. Deprecations
-    inside packages are hidden."""
+    The terminal gets info and above, short; the file gets all, with time and level. Errors that
+    Snakemake's process shows from the file are not shown here too. Deprecations inside packages are
+    hidden."""
     warnings.simplefilter("ignore", FutureWarning)
     warnings.simplefilter("ignore", DeprecationWarning)
     logging.raiseExceptions = False  # a full disk must not print a traceback for every record
     logger.setLevel(logging.DEBUG)
     logger.propagate = False
-    console = logging.StreamHandler(sys.stderr)
+    console = Terminal(sys.stderr)
     console.setLevel(logging.INFO)
+    if path is not None and ERRORS_FROM_LOG in os.environ:
+        console.addFilter(lambda record: record.levelno < logging.ERROR)
     console.setFormatter(RedactingFormatter("%(message)s"))
     logger.addHandler(console)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = logging.FileHandler(path, mode="a", encoding="utf-8")
+        file = LogFile(path)
         file.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(message)s"))
         logger.addHandler(file)

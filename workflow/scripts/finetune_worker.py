@@ -48,6 +48,7 @@ from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs
 from workflow.lib.training.run_record import (
     CHECKPOINTS,
     HELDOUT,
+    LOSSES,
     Journal,
     TimeWatch,
     TrainingRun,
@@ -407,13 +408,7 @@ def write_results(
     facts = summary | lineage | {"base": str(args.base), "provenance": provenance()}
     write_checked_json(partial / "summary.json", facts)
     put_in_place(partial, args.output)
-    logger.info(
-        "trained %d steps in %.0f s: loss %.3f -> %.3f",
-        journal.step,
-        journal.clock.elapsed_s,
-        summary["first_loss"],
-        summary["final_loss"],
-    )
+    logger.info("%s: loss %.3f -> %.3f", journal.amount(), *map(summary.get, LOSSES))
 
 
 if __name__ == "__main__":

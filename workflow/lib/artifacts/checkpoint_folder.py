@@ -3,11 +3,12 @@ held-out loss so far), `metrics.jsonl` and `history.jsonl`. No rule declares the
 
 import re
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from workflow.lib.system.artifact_files import row_of, write_lines
+from workflow.lib.system.locks import exclusive
 
 STEP_PATTERN = re.compile(r"^step-(\d{8,})$")
 METRICS, HISTORY = "metrics.jsonl", "history.jsonl"
@@ -41,6 +42,17 @@ def set_aside(folder: Path, *, after: int = 0, results: Path | None = None) -> P
     return aside
 
 
+def begin_anew(folders: Iterable[Path]) -> Iterator[str]:
+    """Set aside all checkpoints of a run whose training is forced; yield what is said about each
+    folder. Raises `UserError` if the run is being trained."""
+    for folder in filter(saved_steps, folders):
+        with exclusive(folder / ".lock", doing="training this run"):
+            yield (
+                "training begins anew, as forced; the checkpoints so far are in "
+                f"{set_aside(folder)}: delete that folder when nobody needs it"
+            )
+
+
 def rewind_metrics(
     path: Path, *, step: int, source: Path | None = None, without: Collection[str] = ()
 ) -> list[dict[str, Any]]:
@@ -66,6 +78,14 @@ def whole_rows(path: Path) -> Iterator[dict[str, Any]]:
             yield row_of(line)
         except (ValueError, TypeError):
             return
+
+
+def damaged_line(path: Path) -> int | None:
+    """Return the number of the first line of a file of lines that was changed, or None. A last line
+    without an end is none: a kill cuts it."""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    whole = sum(1 for _ in whole_rows(path))
+    return whole + 1 if whole < text.count("\n") else None
 
 
 def trained_otherwise(folder: Path) -> str | None:

@@ -1,10 +1,12 @@
-"""The reason why a workflow stopped: the last error of every stage's log, repeated at the end.
+"""The reason why a stage failed: the last error of its log, shown once, in place of its command.
 
 A stage writes `BEGUN` first and `ENDED` last, unless it fails with an error. A log with neither an
-end nor an error last is of a killed stage."""
+end nor an error is of a killed stage."""
 
+import logging
 import re
 import shlex
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -17,10 +19,38 @@ CLOCKS_DIFFER_S = 300.0  # between this machine and a shared disk
 BEGUN, ENDED = "the stage has begun", "the stage has ended"
 
 
+# Of a stage that Snakemake started here: its errors are shown from its log, by `FailedJobs`.
+ERRORS_FROM_LOG = "STAGE_ERRORS_FROM_LOG"
+
+
+class FailedJobs(logging.Filter):
+    """Filter of Snakemake's messages on the terminal: of a failed job show the error in its log, in
+    place of its command. since: as of `failure_causes`."""
+
+    def __init__(self, folder: Path, *, since: float) -> None:
+        super().__init__()
+        self._folder, self._since = folder, since
+        self._shown: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if "CalledProcessError in file" in record.getMessage():
+            return False  # `job_error`, which follows, has the same command
+        return getattr(record, "event", None) != "job_error" or not self.show()
+
+    def show(self) -> bool:
+        """Print causes that were not shown yet; return whether there are some."""
+        causes = failure_causes(self._folder, since=self._since)
+        new = [cause for cause in causes if cause not in self._shown]
+        for cause in new:
+            print(cause, file=sys.stderr, flush=True)
+        self._shown.update(new)
+        return bool(new)
+
+
 def failure_causes(folder: Path, *, since: float) -> list[str]:
-    """Return a line per log below `folder` that was written after `since` (Unix seconds) and ends
-    with an error, or in the middle: a message's first and last line. Logs from the future belong to
-    another invocation."""
+    """Return the cause by each log below `folder` that was written after `since` (Unix seconds) and
+    ends with an error, or in the middle; of a traceback the first and last line. Logs from the
+    future belong to another invocation."""
     until = time.time() + CLOCKS_DIFFER_S
     logs = sorted(path for path in folder.rglob("*.log") if since <= path.stat().st_mtime <= until)
     causes = ((path, _cause(list(_records(path)))) for path in logs)
@@ -47,9 +77,12 @@ def _files(path: Path) -> Iterator[Path]:
 def _cause(records: list[tuple[str, list[str]]]) -> str | None:
     if records and records[-1][0] in TROUBLE:
         return _shortened(_first_hand(records))
-    marks = [lines[0] for _, lines in records if lines[0] in (BEGUN, ENDED)]
-    if marks[-1:] != [BEGUN]:
+    marks = [number for number, (_, lines) in enumerate(records) if lines[0] in (BEGUN, ENDED)]
+    if not marks or records[marks[-1]][1][0] != BEGUN:
         return None
+    # Another command's stage may write on after an error of this one.
+    if any(level in ("ERROR", "CRITICAL") for level, _ in records[marks[-1] :]):
+        return _shortened(_first_hand(records))
     return (
         f"the stage ended without a word; the last was: {_shortened(records[-1][1])}. It was "
         "killed from outside, or by the kernel for lack of memory (`dmesg` tells). Repeat the "
@@ -82,4 +115,6 @@ def _records(log: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def _shortened(lines: list[str]) -> str:
-    return " ... ".join([lines[0], lines[-1].strip()]) if len(lines) > 1 else lines[0]
+    if any(line.startswith("Traceback") for line in lines):
+        return f"{lines[0]} ... {lines[-1].strip()}"
+    return "\n".join(lines)

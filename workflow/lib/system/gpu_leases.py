@@ -15,6 +15,7 @@ from pathlib import Path
 
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.hardware import Gpu, interchangeable, visible_gpus
+from workflow.lib.system.locks import refuse_without_locks
 
 FOLDER = Path("/tmp/gpu-leases")  # not TMPDIR, which may differ between jobs of a host
 POLL_S = 1.0
@@ -81,8 +82,11 @@ def _lock(folder: Path, uuid: str) -> int | None:
     descriptor = _open(folder, uuid)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except OSError as error:
         os.close(descriptor)
+        refuse_without_locks(error, folder)
+        if not isinstance(error, BlockingIOError):
+            raise
         return None
     os.set_inheritable(descriptor, True)
     return descriptor

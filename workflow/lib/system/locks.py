@@ -3,6 +3,7 @@
 So nobody has to remove it. It holds its holder's process id. A holder that ends in order removes
 the file, so a killed one can be named later."""
 
+import errno
 import fcntl
 import logging
 import os
@@ -17,6 +18,7 @@ from workflow.lib.system.errors import UserError
 logger = logging.getLogger("workflow")
 
 POLL_S = 0.5
+NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP})
 
 
 @contextmanager
@@ -64,7 +66,10 @@ def _acquire(lock: TextIO, path: Path, *, doing: str, deadline: float) -> None:
     while True:
         try:
             return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except OSError as error:
+            refuse_without_locks(error, path.parent)
+            if not isinstance(error, BlockingIOError):
+                raise
             if time.monotonic() >= deadline:
                 raise UserError(
                     f"{path.parent} is in use: process {_holder(lock)} is {doing}. Wait for it, or "
@@ -77,6 +82,16 @@ def _acquire(lock: TextIO, path: Path, *, doing: str, deadline: float) -> None:
                 logger.info(message, _holder(lock), doing, left)
             is_announced = True
             time.sleep(POLL_S)
+
+
+def refuse_without_locks(error: OSError, folder: Path) -> None:
+    """Raise `UserError` if the error is of a file system without locks."""
+    if error.errno in NO_LOCKS:
+        raise UserError(
+            f"{folder}: its file system has no locks ({error.strerror}), and two commands must not "
+            "write there at once. Mount it with locks (NFS: lockd, or version 4; Lustre: -o "
+            "flock), or put this folder on another file system, by a link."
+        ) from None
 
 
 def _holder(lock: TextIO) -> str:

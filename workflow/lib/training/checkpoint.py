@@ -276,7 +276,10 @@ def resume_(
     Collective. A damaged one is set aside and the one before taken; all are set aside if they are
     of other inputs. Raises `UserError` for a checkpoint of another run."""
     skipped: list[dict[str, Any]] = []
-    for step in (x for x in reversed(_steps_on_main(folder, world)) if x <= num_steps):
+    steps = _steps_on_main(folder, world)
+    if world.is_main and (later := [step for step in steps if step > num_steps]):
+        logger.warning("checkpoints of steps %s, after this run's last, are not used", later)
+    for step in (x for x in reversed(steps) if x <= num_steps):
         path = step_dir(folder, step)
         problem = _problem(path, world=world)
         if problem is None:

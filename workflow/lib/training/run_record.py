@@ -20,7 +20,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from workflow.lib.artifacts.checkpoint_folder import HISTORY, METRICS, rewind_metrics, whole_rows
+from workflow.lib.artifacts.checkpoint_folder import (
+    HISTORY,
+    METRICS,
+    damaged_line,
+    rewind_metrics,
+    whole_rows,
+)
 from workflow.lib.artifacts.trained_content import NO_INPUTS, InputDigests
 from workflow.lib.artifacts.training_record import Check, Step
 from workflow.lib.data.tokens.token_store import TokenStore
@@ -37,6 +43,7 @@ from workflow.lib.training.build import TrainingModel
 from workflow.lib.training.checkpoint import Resumed
 from workflow.lib.training.loop import peak_bytes
 
+LOSSES = ("first_loss", "final_loss")  # of a summary
 HELDOUT_LOSSES = ("heldout_loss", "heldout_losses")  # of a row
 STEPS_SEEN = 10  # the first of a start, with compilation and capture
 FAR_OFF = 0.10  # of the predicted time: a larger error is logged
@@ -114,6 +121,7 @@ class TimeWatch:
 
 logger = logging.getLogger("workflow")
 
+DAMAGED_LINES = "%s is damaged from line %d on: the lines before it, or the checkpoint's, are kept"
 LINE_S = 60.0  # between lines of the log, which replaces a terminal's bar
 
 
@@ -131,6 +139,9 @@ class Journal:
         self.skipped: list[dict[str, Any]] = []  # of `SkippedCheckpoint`
         self.returns: list[list[int]] = []  # as in `Summary`; on the main process
         if world.is_main:
+            for path in (self._path, folder / HISTORY):
+                if (line := damaged_line(path)) is not None:
+                    logger.warning(DAMAGED_LINES, path, line)
             self.rows = rewind_metrics(
                 self._path,
                 step=resumed.step,
@@ -147,7 +158,8 @@ class Journal:
         self.rows, self.resumed_from, self.skipped = shared
         self.step = resumed.step  # steps taken so far, over all invocations
         self.heldout = [row["heldout_loss"] for row in self.rows if "heldout_loss" in row]
-        self.clock = resumed.clock
+        self.clock = self.begun = resumed.clock
+        self.first_step = resumed.step
         self._drawn_j = drawn_j() if world.is_main and not resumed.step else None
         self.graphs_off: str | None = None
         """Why micro-batches of this start were no CUDA graphs any more."""
@@ -191,6 +203,14 @@ class Journal:
             f"{metrics.grad_norm:.2f}, "
             f"{metrics.tokens_per_s:,.0f} tokens/s, {metrics.peak_bytes / 2**30:.2f} GiB"
         )
+
+    def amount(self) -> str:
+        """Describe how much this start trained, and what earlier ones did."""
+        if self.step == self.first_step:
+            return f"nothing was left to train: all {self.step} steps were in the checkpoints"
+        before = f" after {self.first_step} of earlier starts" if self.first_step else ""
+        seconds = self.clock.elapsed_s - self.begun.elapsed_s
+        return f"trained {self.step - self.first_step} steps in {seconds:.0f} s{before}"
 
     def energy_j(self) -> float | None:
         """Return the GPUs' energy since the first start, joules; None if unknown."""
