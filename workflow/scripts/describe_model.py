@@ -2,13 +2,15 @@
 
 The class is built without weights from config.json, and run once on tokens without values. The
 description is compared with the headers of the safetensors files, and the settings of the runs that
-use the model with the description. Planning reads it. A model that is not covered, or files that do
+use the model with the description. Export, evaluation and merging are tried on a narrow random
+model of the class. Planning reads the description. A model that is not covered, or files that do
 not belong together, end with exit status 1."""
 
 import argparse
 import json
 import logging
 
+from workflow.lib.export.trial import try_exports
 from workflow.lib.model.architecture.model_shape import (
     CONFIG,
     DecoderLayer,
@@ -25,6 +27,7 @@ logger = logging.getLogger("workflow")
 
 def main(args: argparse.Namespace) -> None:
     shape = describe_folder(args.model)
+    try_exports(args.model, shape)
     check_models(args.checks, shape)
     write_checked_json(args.output, shape.document() | {CONFIG: read_config(args.model)})
     logger.info("%s", facts(shape))

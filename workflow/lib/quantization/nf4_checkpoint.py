@@ -166,6 +166,23 @@ def quantized_tensors(
         yield name, {f"{path}.{suffix}": part for suffix, part in parts.items()}
 
 
+def write_plain_base(source: Path, target: Path, settings: QuantizeConfig) -> None:
+    """Write the NF4 base of a small model to a new folder, without records, on the CPU."""
+    target.mkdir(parents=True)
+    writer = ShardWriter(target, shard_bytes=SHARD_BYTES)
+    model = build_on_meta(source, dtype=torch.float32)
+    linears, stacks = quantizable_linears(model), expert_stacks(model)
+    check_model(model, linears)
+    with ConvertedReader(source, model) as reader:
+        cpu = torch.device("cpu")
+        for _, parts in quantized_tensors(reader, linears, settings, device=cpu, stacks=stacks):
+            writer.add(parts)
+    writer.close()
+    kept = modules_in_16_bits(model)
+    config = nf4_config(read_model_config(source), settings, in_16_bits=kept)
+    write_json(target / "config.json", config)
+
+
 class ShardWriter:
     """Collects tensors and writes a safetensors shard before `shard_bytes` would be exceeded."""
 

@@ -1,0 +1,131 @@
+"""A narrow random model of a family, with few layers, and an adapter on it in its exported form.
+
+One factor reduces widths: hidden and intermediate sizes, and numbers of heads, whose sizes are the
+original's. Experts and tokens are fewer, too. Packed weights of the published model are plain."""
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+
+from workflow.lib.export.peft_folder import Trained, save_exported
+from workflow.lib.model.decoder_layers import drop_other_parts_
+from workflow.lib.model.lora import adapter_config, inject_adapters, trainable_parameters
+from workflow.lib.model.nf4_model import auto_class, build_on_meta
+from workflow.lib.model.safetensors_reader import CheckpointReader
+from workflow.lib.quantization.nf4_checkpoint import (
+    modules_in_16_bits,
+    nf4_config,
+    packed_on_meta,
+    read_model_config,
+)
+from workflow.lib.settings.config import LoraSettings, QuantizeConfig
+from workflow.lib.system.files import write_json
+
+WIDTH, STEP = 64, 32  # of the hidden size, roughly; widths are whole steps of kernels if possible
+WIDTHS = r"hidden_size|d_model|n_embd|n_inner|ffn_dim|(\w+_)?(intermediate_size|ffn_hidden_size)"
+HEADS = r"(\w+_)?(num|n)_(\w+_)?heads?"
+SHARED = r"\w*(key_value|kv)_heads"  # there may be fewer than others
+EXPERTS = r"(moe_)?num(_local|_routed)?_experts|n_routed_experts"
+CHOSEN = r"(num_)?(experts_per_tok(en)?|selected_experts)|moe_(topk|k)|top_k_experts|n_group"
+LAYERS = r"(num|n)_(\w+_)?layers?|(\w+_)?layers|(\w+_)?depth"
+TOKENS = r"vocab_size\w*|\w+_token_id"
+VOCABULARY = 512
+
+
+def plain_config(source: Path, folder: Path) -> PretrainedConfig:
+    """Return the configuration of the model in `source`, of plain weights; `folder` gets it too."""
+    write_json(folder / "config.json", read_model_config(source))
+    config: PretrainedConfig = AutoConfig.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False
+    )
+    return config
+
+
+def write_random(config: PretrainedConfig, folder: Path, *, dtype: torch.dtype) -> PreTrainedModel:
+    """Write a random model of plain weights, and return it."""
+    torch.manual_seed(0)
+    model: PreTrainedModel = auto_class(config).from_config(
+        config, dtype=dtype, trust_remote_code=False
+    )
+    model.save_pretrained(folder)
+    return model
+
+
+def shorten_(config: PretrainedConfig, kept: int) -> None:
+    """Keep the first `kept` decoder layers, one layer of each tower, and `VOCABULARY` tokens, in
+    place."""
+    text = config.get_text_config(decoder=True)
+    for part in _parts(config):
+        sizes = {n: v for n, v in vars(part).items() if re.fullmatch(LAYERS, n) and type(v) is int}
+        few = kept if part is text else 1
+        for name, value in vars(part).items():
+            by_layer = isinstance(value, list) or (
+                isinstance(value, str) and name.endswith("pattern")
+            )
+            if name in sizes:
+                setattr(part, name, min(value, few))
+            elif by_layer and len(value) in sizes.values():
+                setattr(part, name, value[:few])
+            elif part in (config, text) and re.fullmatch(TOKENS, name) and type(value) is int:
+                setattr(part, name, min(value, VOCABULARY - (not name.startswith("vocab"))))
+
+
+def _parts(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
+    yield config
+    for part in vars(config).values():
+        if isinstance(part, PretrainedConfig):
+            yield from _parts(part)
+
+
+def narrow_(config: PretrainedConfig) -> None:
+    """Reduce widths, heads and experts of a configuration, in place."""
+    text: Any = config.get_text_config()
+    sizes = {n: v for n, v in text.to_dict().items() if type(v) is int and v > 0}
+    widths, heads, experts, chosen = (
+        {name: value for name, value in sizes.items() if re.fullmatch(pattern, name)}
+        for pattern in (WIDTHS, HEADS, EXPERTS, CHOSEN)
+    )
+    hidden = text.hidden_size
+    fitting = [by for by in range(1, hidden // STEP + 1) if _divides(heads, by)]
+    if "head_dim" not in sizes:  # hidden size / heads
+        fitting = [by for by in fitting if hidden % by == 0]
+    by = min(fitting, key=lambda by: abs(hidden // by - WIDTH))
+    for name, value in heads.items():
+        setattr(text, name, max(value // by, 1))
+    step = math.lcm(STEP, text.num_attention_heads)  # a family may require heads of a whole width
+    for name, value in widths.items():
+        exact = by == 1 or (
+            value % by == 0 and (value // by % step == 0 or "head_dim" not in sizes)
+        )
+        setattr(text, name, value // by if exact else max(round(value / by / step), 1) * step)
+    few = 2 * max(chosen.values(), default=1)
+    for name, value in experts.items():
+        setattr(text, name, min((n for n in range(few, value) if value % n == 0), default=value))
+
+
+def _divides(heads: dict[str, int], by: int) -> bool:
+    return all(
+        value % by == 0 or (by % value == 0 and re.fullmatch(SHARED, name))
+        for name, value in heads.items()
+    )
+
+
+def write_narrow_adapter(model: Path, folder: Path) -> Trained:
+    """Write a random adapter on all linears of the narrow model, and return it in the names of the
+    training."""
+    packed = build_on_meta(model, dtype=torch.float32)
+    original = build_on_meta(model, dtype=torch.float32)
+    packed.config.update(nf4_config({}, QuantizeConfig(), in_16_bits=modules_in_16_bits(packed)))
+    drop_other_parts_(packed)
+    tuned = inject_adapters(packed_on_meta(packed, dtype=torch.float32), LoraSettings())
+    drawn = {name: torch.randn(x.shape) for name, x in trainable_parameters(tuned).items()}
+    named = {"base_model_name_or_path": str(model), "revision": None}
+    adapter = Trained(drawn, adapter_config(tuned) | named)
+    with CheckpointReader(model) as base:
+        save_exported(adapter, folder, original=original, base=base)
+    return adapter
