@@ -73,6 +73,8 @@ SIDES = [("good", True)], [("bad", True)]
         {"prompt": "\n\nHuman: q\n\nAssistant:", "chosen": " good", "rejected": " bad"},
         {"messages": [USER, GOOD], "rejected_response": "bad"},
         {"messages": [USER, GOOD], "rejected_response": ["bad", "worse"]},
+        {"messages": [USER, GOOD], "rejected_messages": [USER, BAD]},
+        {"query": "q", "response": "good", "rejected_response": "bad"},
         {"chosen": "good", "rejected": [USER, BAD]},
         {"context": [USER], "response1": "good", "response2": "bad", "overall_preference": -3},
         {"prompt": "q", "response_1": "bad", "response_2": "good", "preference_strength": 1},

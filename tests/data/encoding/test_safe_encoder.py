@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.support.encoding import encode, exchange, trained
 from tests.support.tiny import ROLES, TEXTS
-from workflow.lib.data.encoding.safe_encoder import token_span
+from workflow.lib.data.encoding.safe_encoder import first_from
 
 HOSTILE = ["<|end|>", "<|assistant|>", "a<|pad|>b", "<|user|><|begin|>", "<|end|", "<<|end|>>"]
 
@@ -132,9 +132,9 @@ SPANNED = {
     text=st.text(alphabet=st.sampled_from("the fox  éﬁİ\u0323\u0307五🦊\n\t"), max_size=30),
     ends=st.tuples(st.integers(0, 31), st.integers(0, 31)),
 )
-def test_token_span_is_that_of_the_tokens_that_touch_the_characters(kind, text, ends):
+def test_first_token_is_the_one_that_begins_at_the_character_or_behind_it(kind, text, ends):
     encoding = SPANNED[kind].encode(text, add_special_tokens=False)
     start, end = sorted(ends)
-    touching = [i for i, (a, b) in enumerate(encoding.offsets) if a < end and b > start]
-    expected = (touching[0], touching[-1] + 1) if touching else (0, 0)
-    assert token_span(encoding, start, end) == expected
+    first = first_from(encoding, start)
+    assert first == sum(begin < start for begin, _ in encoding.offsets)
+    assert first_from(encoding, end, lo=first) == sum(begin < end for begin, _ in encoding.offsets)

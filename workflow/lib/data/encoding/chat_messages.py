@@ -65,7 +65,7 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 PART = Place("part", frozenset({"type", "text"}))
 # The text of a part of a reasoning, and the kinds of such parts.
 THOUGHT_KEYS = ("text", "thinking", "summary")
-THOUGHT = Place("part", frozenset({"type", "thought", *THOUGHT_KEYS}))
+THOUGHT = Place("part of a reasoning", frozenset({"type", "thought", *THOUGHT_KEYS}))
 THOUGHTS = {
     *TEXT_PARTS,
     *("thinking", "reasoning", "reasoning_text", "summary_text"),

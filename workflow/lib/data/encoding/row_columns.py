@@ -59,6 +59,8 @@ PAIR_NAMES: dict[tuple[str, ...], tuple[tuple[str, ...], ...]] = {
         ("preferred_output", "non_preferred_output"),
         ("chosen_response", "rejected_response"),
         ("messages", "rejected_response"),
+        ("messages", "rejected_messages"),
+        ("response", "rejected_response"),
         ("conversations", "rejected_response"),
     ),
     ("chosen", "rejected", "preference"): (
@@ -68,7 +70,7 @@ PAIR_NAMES: dict[tuple[str, ...], tuple[tuple[str, ...], ...]] = {
     ("prompt",): tuple(
         (name,)
         for name in (
-            *("question", "instruction", "input"),
+            *("question", "instruction", "input", "query"),
             *("messages", "conversations", "conversation", "context"),
         )
     ),

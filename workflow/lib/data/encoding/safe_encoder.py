@@ -7,7 +7,7 @@ special tokens, nearly all, takes the first tokenizer as it is."""
 
 import json
 import re
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -120,7 +120,7 @@ class SafeEncoder:
         """Tell whether the prompt, the text up to `end`, has the same tokens alone and in the whole
         text; compared after the last special token, as these stand alone."""
         encoding, ids, end = tokens.encoding, tokens.tail, end - tokens.start
-        stop = _first_from(encoding, end)
+        stop = first_from(encoding, end)
         first = next((i for i in range(stop - 1, -1, -1) if ids[i] in self.special_ids), 0)
         span = encoding.token_to_chars(first)
         start = span[0] if span and ids[first] in self.special_ids else 0
@@ -139,7 +139,7 @@ class SafeEncoder:
         """Encode rendered text after a prompt, without a blank; raises `ValueError` for one."""
         for anchor in (self._anchor, self._anchor + "\n"):
             encoding = self.encode_rendered(anchor + text, guarded=guarded)
-            first = _first_from(encoding, len(anchor))
+            first = first_from(encoding, len(anchor))
             before = encoding.token_to_chars(first - 1) if first else (0, 0)
             begins = first < len(encoding) and encoding.tokens[first].startswith("\u2581")
             if before and before[1] <= len(anchor) and (not begins or text.startswith(" ")):
@@ -180,9 +180,9 @@ class TextTokens:
         """Return the tokens [first, stop) of a turn, the characters [start, end) behind a prompt
         (`SafeEncoder.is_prompt`). A role's token may have taken blanks behind it; it is the
         prompt's."""
-        start, end, before = start - self.start, end - self.start, len(self.head)
-        stop = token_span(self.encoding, start, end)[1]
-        return before + _first_from(self.encoding, start), before + stop
+        first = first_from(self.encoding, start - self.start)
+        stop = first_from(self.encoding, end - self.start, lo=first)
+        return len(self.head) + first, len(self.head) + stop
 
     def strips_blanks(self, start: int, span: tuple[int, int]) -> bool:
         """Tell whether special tokens took blanks of the turn that begins at `start` and has the
@@ -220,28 +220,16 @@ def shared_length(text: str, other: str) -> int:
     return low
 
 
-def _first_from(encoding: Encoding, start: int) -> int:
+def first_from(encoding: Encoding, start: int, *, lo: int = 0) -> int:
+    """Return the first token from `lo` on that begins at the character `start` or behind it, by
+    bisection: a list of all offsets takes ten times as long."""
+
     def begin(token: int) -> int:
         span = encoding.token_to_chars(token)
         assert span is not None, "every place is that of a token"
         return span[0]
 
-    return bisect_left(range(len(encoding)), start, key=begin)
-
-
-def token_span(encoding: Encoding, start: int, end: int) -> tuple[int, int]:
-    """Return the tokens [first, stop) that touch the characters [start, end), or (0, 0), by
-    bisection: a list of all offsets takes ten times as long."""
-
-    def characters(token: int) -> tuple[int, int]:
-        span = encoding.token_to_chars(token)
-        assert span is not None, "every place is that of a token"
-        return span
-
-    tokens = range(len(encoding))
-    first = bisect_right(tokens, start, key=lambda token: characters(token)[1])
-    stop = bisect_left(tokens, end, lo=first, key=lambda token: characters(token)[0])
-    return (first, stop) if first < stop else (0, 0)
+    return bisect_left(range(len(encoding)), start, lo=lo, key=begin)
 
 
 def _any_of(strings: list[str]) -> re.Pattern[str]:

@@ -266,7 +266,7 @@ class SampleEncoder:
                 examples.append(own if weight is None else own.weighted(weight))
         if spans or not text.turns:
             encoded = _encoded(tokens.ids, spans, of_spans)
-            examples.append(replace(encoded, notes=frozenset(notes)))
+            examples.append(replace(encoded, notes=frozenset(notes)) if notes else encoded)
         return examples
 
     def _own_example(self, text: str, turn: Turn, guarded: bool) -> Encoded:
