@@ -10,6 +10,13 @@ from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.redaction import holds_secret, redacted, secret_values
 
 TOKEN = "hf_" + "abcdefgh" * 4
+RANDOM, HEXADECIMAL = "aB3" * 20, "0123456789abcdef" * 2
+MADE_UP_TOKENS = [
+    *(f"{prefix}{RANDOM}" for prefix in ("sk-ant-api03-x_", "gsk_", "nvapi-a-", "r8_", "xai-")),
+    *(f"{prefix}{RANDOM}" for prefix in ("pplx-", "co_", "tgp_v1_", "npm_", "rpa_", "wandb_v1_")),
+    *(f"{prefix}{HEXADECIMAL}" for prefix in ("dapi", "dop_v1_", "KGAT_")),
+    f"newservice-{RANDOM}",
+]
 
 
 @pytest.mark.parametrize(
@@ -43,6 +50,9 @@ TOKEN = "hf_" + "abcdefgh" * 4
         ("https://hub.example/owner@v2", "https://hub.example/owner@v2"),
         ("mail a@b.example, see http://x.example", "mail a@b.example, see http://x.example"),
         ("hf_transfer", "hf_transfer"),
+        ("Mistral-Small-24B-Instruct-2501-reasoning-v2-long",) * 2,
+        (f"models/tiny-{'0f' * 20}/x, sk-learn and a key-value",) * 2,
+        *((f"cannot read {token} now", "cannot read *** now") for token in MADE_UP_TOKENS),
     ],
 )
 def test_logins_of_urls_and_hub_tokens_are_masked_and_nothing_else(text, shown):
@@ -75,7 +85,18 @@ def test_values_of_variables_named_like_secrets_are_secrets():
 
 @pytest.mark.parametrize(
     "name",
-    ["PGPASSWORD", "MYSQL_PWD", "CI_PAT", "AZURE_CREDENTIAL", "HF_TOKEN_READ", "SLACK_WEBHOOK_URL"],
+    [
+        *("PGPASSWORD", "MYSQL_PWD", "CI_PAT", "AZURE_CREDENTIAL", "HF_TOKEN_READ"),
+        *("SLACK_WEBHOOK_URL", "DATABASE_URL", "MY_TOKENS", "API_KEY_2", "OPENAI_KEY2", "TOKEN1"),
+        *(
+            "PRIVATE_KEY_PEM",
+            "SSHPASS",
+            "AZURE_STORAGE_CONNECTION_STRING",
+            "COOKIE",
+            "JWT",
+            "CREDS",
+        ),
+    ],
 )
 def test_variable_of_this_name_holds_a_secret(name):
     values = secret_values({name: "a long & odd value"})
@@ -91,7 +112,9 @@ def test_packages_that_know_tokens_are_loaded_only_for_a_text_that_may_hold_one(
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("part", ["://a:", "a" * 9, "://", "Bearer ", "password", "webhook/"])
+@pytest.mark.parametrize(
+    "part", ["://a:", "a" * 9, "://", "Bearer ", "password", "webhook/", "eyJ", "ab-"]
+)
 def test_text_made_to_be_slow_is_redacted(part):
     """A pattern without a bound would take hours, and this test its limit of time."""
     assert redacted(part * (100_000 // len(part)))

@@ -3,14 +3,11 @@ become public.
 
 A repeated upload resumes: the hub keeps received large files, and does not get them again."""
 
-import json
-import os
-import re
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import HfHubHTTPError
@@ -18,7 +15,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from workflow.lib.artifacts.records import Parity
 from workflow.lib.artifacts.training_record import Summary
 from workflow.lib.data.reading.hub_download import TransportError
-from workflow.lib.settings.errors_in_words import HUB_REPO
+from workflow.lib.export.publication_checks import obstacles
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.files import write_text
 
@@ -29,15 +26,6 @@ FORMS: dict[Form, tuple[str, str, str]] = {
     "gguf": ("quantized", "gguf", "GGUF files, for llama.cpp and Ollama"),
 }
 CARD = "README.md"
-BASE = "base_model_name_or_path"  # key of adapter_config.json
-# Absolute paths of two parts and more (a token may be called /think), upward ones, and addresses of
-# files; a value with line breaks or braces is a text.
-OUTSIDE = re.compile(
-    r"(?:file:/+|~[^/\s]*/|(?:\.{1,2}/)*\.\./|[A-Za-z]:[\\/]|\\\\|/[^/\s]+/)[^\n{}<>|]*"
-)
-WEIGHTS = (".safetensors", ".gguf")
-VOCABULARIES = ("tokenizer.json", "vocab.json")  # a token may be called anything
-CHUNK = 2**20  # bytes searched at once
 
 
 @dataclass(frozen=True)
@@ -67,18 +55,20 @@ def refuse_failed(summary: Summary, parity: Parity) -> None:
 
 
 def refuse_private(publication: Publication) -> None:
-    """Raise `UserError` if a file for upload names a path of this machine."""
+    """Raise `UserError` if a file for upload holds a path of this machine, a secret or code."""
     for path in [publication.card, *publication.files.values()]:
-        for named in named_paths(path):
+        for obstacle in obstacles(path):
             raise UserError(
-                f"Nothing is published: {path} names {named}. If it is the base model "
-                "(adapter_config.json), name its hub id (export.base_id) and run again."
+                f"Nothing is published: {path} holds {obstacle}. Remove it and repeat the command; "
+                "if it is the base model (adapter_config.json), name its hub id (export.base_id) "
+                "and run again."
             )
 
 
 def _files(folder: Path) -> Iterator[Path]:
     for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.name != CARD and not path.name.startswith("."):
+        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if path.is_file() and path.name != CARD and not hidden:
             yield path
 
 
@@ -129,56 +119,3 @@ def upload(publication: Publication, *, message: str) -> str:
             "Repeat the command: large files that the hub has are not sent again",
         ) from error
     return str(done.commit_url)
-
-
-def named_paths(path: Path) -> Iterator[str]:
-    """Yield a file's references to this machine, in words."""
-    if path.suffix == ".json" and path.name not in VOCABULARIES:
-        for key, value in _settings(path):
-            if key == BASE and not re.match(HUB_REPO, value):
-                yield f"{value} as the base model ({key}), which is no id of the hub"
-            elif OUTSIDE.fullmatch(value):
-                yield f"{value} ({key}), a path of this machine"
-    for folder in _found(path, private_folders()):
-        yield f"{folder}, a folder of this machine"
-
-
-def private_folders() -> list[str]:
-    """Return prefixes of this machine's paths: home folder, this one, temporary files."""
-    folders = {str(Path.home()), str(Path.cwd()), tempfile.gettempdir()}
-    return sorted(f"{folder.rstrip(os.sep)}{os.sep}" for folder in folders if folder != os.sep)
-
-
-def _settings(path: Path) -> Iterator[tuple[str, str]]:
-    try:
-        content = json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
-        return
-    yield from _texts(content)
-
-
-def _texts(content: Any) -> Iterator[tuple[str, str]]:
-    parts = content.values() if isinstance(content, dict) else content
-    if not isinstance(content, dict | list):
-        return
-    for key, value in content.items() if isinstance(content, dict) else ():
-        if isinstance(value, str):
-            yield str(key), value
-    for part in parts:
-        yield from _texts(part)
-
-
-def _found(path: Path, folders: list[str]) -> Iterator[str]:
-    """Yield the folders that a file names, plain or as JSON escapes them."""
-    forms = {form.encode(): x for x in folders for form in (x, json.dumps(x)[1:-1])}
-    overlap = max((len(form) for form in forms), default=1) - 1
-    found: set[str] = set()
-    before = b""
-    with path.open("rb") as file:
-        while part := file.read(CHUNK):
-            text = before + part
-            found |= {folder for form, folder in forms.items() if form in text}
-            before = text[-overlap:] if overlap else b""
-            if path.suffix in WEIGHTS:
-                break
-    yield from sorted(found)
