@@ -14,7 +14,7 @@ import pytest
 from tests.support import fake_vllm
 from workflow.lib.evaluation.llama_cpp_server import LlamaCppServer, LlamaCppStart
 from workflow.lib.evaluation.model_server import BASE, running
-from workflow.lib.evaluation.vllm_server import VllmServer, VllmStart, slots
+from workflow.lib.evaluation.vllm_server import VllmServer, VllmStart, rank_slots
 from workflow.lib.system.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -116,9 +116,27 @@ def test_file_that_llama_cpp_cannot_read_is_told_in_its_words(tmp_path):
         pass
 
 
-@pytest.mark.parametrize(("rank", "room"), [(1, 8), (8, 8), (9, 16), (24, 32), (600, 1024)])
-def test_room_for_a_rank_is_a_power_of_two(rank, room):
-    assert slots(rank) == room
+@pytest.mark.parametrize(("rank", "slots"), [(1, 8), (8, 8), (9, 16), (24, 32), (512, 512)])
+def test_slots_of_a_rank_are_a_power_of_two(rank, slots):
+    assert rank_slots({"r": rank, "rank_pattern": {}}) == slots
+    assert rank_slots({"r": 1, "rank_pattern": {"q_proj": rank}}) == slots
+
+
+def test_files_of_the_server_are_in_its_folder_which_is_removed(start, tmp_path):
+    with running(VllmServer, start):
+        (left_behind,) = map(Path, (tmp_path / "temporary").read_text().split())
+        assert left_behind.parent.name.startswith("served-")
+        assert left_behind.exists()
+    assert not left_behind.parent.exists()
+
+
+def test_adapter_on_experts_is_announced_with_the_option_and_the_request(start, tmp_path):
+    start = replace(start, on_experts=True)
+    assert "--enable-mixed-moe-lora-format" in start.command(tmp_path)
+    with running(VllmServer, start) as server:
+        server.load_adapter("adapter", tmp_path, on_experts=True)
+        with pytest.raises(UserError, match="contains fused 3D MoE weights"):
+            server.load_adapter("adapter", tmp_path)
 
 
 def test_server_on_the_cpu_runs_eagerly_and_on_gpus_over_all(start, tmp_path):

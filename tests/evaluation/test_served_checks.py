@@ -10,21 +10,19 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
 
 from tests.support.models import random_llama
 from workflow.lib.artifacts.manifest_record import Probe
 from workflow.lib.evaluation.model_server import BASE
 from workflow.lib.evaluation.sample_answers import Prompt
 from workflow.lib.evaluation.served_checks import (
-    WHOLE,
+    ADAPTER,
     Asked,
     Comparison,
     Known,
     Said,
     ask,
     check_prompts,
-    write_parts,
 )
 from workflow.lib.system.errors import UserError
 
@@ -39,20 +37,14 @@ class Served:
     """A server that computes by PEFT as it should, but for parts of the adapter that it ignores."""
 
     def __init__(self, folder, *, ignored=()):
-        self.ignored = ignored
         self.model: Any = PeftModel.from_pretrained(random_llama(), str(folder / "adapter"))
-
-    def load_adapter(self, name, folder):
-        self.model.load_adapter(str(folder), name)
         for path, parameter in self.model.named_parameters():
-            if f".lora_B.{name}." in path and any(f".{kind}." in path for kind in self.ignored):
+            if ".lora_B." in path and any(f".{kind}." in path for kind in ignored):
                 parameter.data.zero_()
 
     @torch.no_grad()
     def _logits(self, ids, model):
         with self.model.disable_adapter() if model == BASE else nullcontext():
-            if model != BASE:
-                self.model.set_adapter(model)
             return self.model(input_ids=torch.tensor([ids])).logits[0]
 
     def log_probabilities(self, ids, places, *, model):
@@ -88,54 +80,44 @@ def known_of(losses):
     return Known(found, ["8 9"])
 
 
-def compared(folder, tmp_path, **server):
-    """Return what a server said of all parts, beside PEFT."""
-    parts = write_parts(folder / "adapter", tmp_path)
+def compared(folder, **server):
+    """Return what a server said, beside PEFT."""
     served: Any = Served(folder, **server)
-    for name, path in parts.items():
-        served.load_adapter(name, path)
-    known, said = known_of(dict.fromkeys(DOCUMENTS, 0.0)), ask(served, ASKED, parts)
+    known = known_of(dict.fromkeys(DOCUMENTS, 0.0))
+    said = ask(served, ASKED, served=ADAPTER)
     comparison = Comparison("vLLM 9", ASKED, known, said, bound=BOUND)
-    model = PeftModel.from_pretrained(random_llama(), str(folder / "adapter"))
-    return comparison, model, parts
+    return comparison, PeftModel.from_pretrained(random_llama(), str(folder / "adapter"))
 
 
-def test_part_has_the_tensors_of_one_kind_and_zeros(folder, tmp_path):
-    parts = write_parts(folder / "adapter", tmp_path)
-    assert list(parts) == [WHOLE, "lm_head", "mlp", "self_attn"]
-    whole, alone = (load_file(parts[name] / "adapter_model.safetensors") for name in (WHOLE, "mlp"))
-    assert whole.keys() == alone.keys()
-    for name, tensor in alone.items():
-        assert torch.equal(tensor, whole[name] if ".mlp." in name else torch.zeros_like(tensor))
-
-
-def test_every_part_acts_as_in_peft(folder, tmp_path):
-    comparison, model, parts = compared(folder, tmp_path)
-    found = comparison.parts(model, parts)
-    assert [part.part for part in found] == list(parts)
-    assert all(part.share == pytest.approx(1.0, abs=1e-3) for part in found)
-    assert all(part.effect > 10 * BOUND > part.difference for part in found)
+def test_adapter_acts_as_in_peft(folder):
+    comparison, model = compared(folder)
+    found = comparison.adapter_effect(model)
+    assert found.share == pytest.approx(1.0, abs=1e-3)
+    assert found.effect > 10 * BOUND > found.difference
     assert comparison.answer_gap(model) == pytest.approx(0.0, abs=BOUND)
 
 
-@pytest.mark.parametrize("kind", ["self_attn", "mlp", "lm_head"])
-def test_kind_of_module_that_a_server_ignores_is_named(folder, tmp_path, kind):
-    comparison, model, parts = compared(folder, tmp_path, ignored=[kind])
-    with pytest.raises(UserError, match=rf"adapter of {kind} alone as PEFT .* 0% of it in the"):
-        comparison.parts(model, parts)
+def test_merged_model_has_no_adapter(folder):
+    comparison, _ = compared(folder)
+    assert comparison.adapter_effect(random_llama()) is None
 
 
-def test_ignored_kind_is_noticed_under_a_bound_that_is_wider_than_its_effect(folder, tmp_path):
-    comparison, model, parts = compared(folder, tmp_path, ignored=["mlp"])
-    (part,) = [
-        p for p in compared(folder, tmp_path / "2")[0].parts(model, parts) if p.part == "mlp"
-    ]
-    with pytest.raises(UserError, match="adapter of mlp alone"):
-        replace(comparison, bound=1.01 * part.effect).parts(model, parts)
+@pytest.mark.parametrize("ignored", [["self_attn"], ["mlp"], ["lm_head"]])
+def test_adapter_of_which_a_server_ignores_modules_is_refused(folder, ignored):
+    comparison, model = compared(folder, ignored=ignored)
+    with pytest.raises(UserError, match=r"does not apply the adapter as PEFT .* in the same way"):
+        comparison.adapter_effect(model)
+
+
+def test_ignored_adapter_is_noticed_under_a_bound_that_is_wider_than_its_effect(folder):
+    comparison, model = compared(folder, ignored=["self_attn", "mlp", "lm_head"])
+    effect = compared(folder)[0].adapter_effect(model).effect
+    with pytest.raises(UserError, match="0% of it in the same way"):
+        replace(comparison, bound=1.01 * effect).adapter_effect(model)
 
 
 def comparison_of(served, evaluated, **how):
-    said = Said(served, {}, [[8, 9, 2]], BASE)
+    said = Said(served, np.zeros(0), None, [[8, 9, 2]])
     return Comparison("vLLM 9", ASKED, known_of(evaluated), said, bound=0.01, **how)
 
 
@@ -165,16 +147,17 @@ def test_mean_loss_beyond_the_bound_is_refused(wrong):
 
 
 @pytest.mark.parametrize("rounded", [False, True])
-def test_rounding_of_the_base_is_no_fault_of_the_adapter(folder, tmp_path, rounded):
-    comparison, model, parts = compared(folder, tmp_path)
-    noise = np.random.default_rng(0).normal(0.0, 3 * BOUND, size=comparison.said.parts[BASE].size)
-    said = {name: values + noise for name, values in comparison.said.parts.items()}
-    off = replace(comparison, said=replace(comparison.said, parts=said), rounded=rounded)
+def test_rounding_of_the_base_is_no_fault_of_the_adapter(folder, rounded):
+    comparison, model = compared(folder)
+    said = comparison.said
+    noise = np.random.default_rng(0).normal(0.0, 3 * BOUND, size=said.log_p.size)
+    said = replace(said, log_p=said.log_p + noise, log_p_base=said.log_p_base + noise)
+    off = replace(comparison, said=said, rounded=rounded)
     if rounded:
-        assert len(off.parts(model, parts)) == len(parts)
+        assert off.adapter_effect(model).difference > 2 * BOUND
     else:
         with pytest.raises(UserError, match="does not apply the adapter"):
-            off.parts(model, parts)
+            off.adapter_effect(model)
 
 
 def test_prompt_with_other_ids_is_refused():

@@ -288,7 +288,17 @@ def test_command_is_the_one_that_was_run_and_cost_is_told(run):
         "--lora-modules demo=path/to/this/folder\n"
     ) in text
     assert "held-out loss is 1.5200 nats per token, +0.0200 against the adapter" in text
-    assert "change of log-probabilities as in PEFT: adapter 100.0%, mlp 99.0%" in text
+    assert "100.0% of the adapter's change of log-probabilities" in text
+
+
+def test_command_for_an_adapter_on_experts_has_its_option_and_its_mark(run):
+    inputs = read(run, checked=SERVED_CHECK)
+    on_experts = inputs.adapter_config | {"target_parameters": ["mlp.experts.gate_up_proj"]}
+    text = serving(dataclasses.replace(inputs, adapter_config=on_experts))
+    assert (
+        "--max-lora-rank 32 --enable-mixed-moe-lora-format --lora-modules "
+        """'{"name": "demo", "path": "path/to/this/folder", "is_3d_lora_weight": true}'\n"""
+    ) in text
 
 
 def test_loss_of_the_served_model_stands_first(run):
@@ -299,7 +309,7 @@ def test_loss_of_the_served_model_stands_first(run):
 
 def test_merged_model_is_served_as_it_is_and_what_was_not_tried_has_no_command(run):
     assert serving(read(run)) == "No server was tried (`export.serve`).\n"
-    change = {"subject": "merged", "max_lora_rank": None, "parts": [], "trained_loss": None}
+    change = {"subject": "merged", "max_lora_rank": None, "adapter": None, "trained_loss": None}
     text = serving(read(run, checked=SERVED_CHECK.model_copy(update=change)))
     assert "vllm serve path/to/merged\n" in text
     assert "against the adapter" not in text

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.finished import save_tokens
@@ -26,6 +27,7 @@ from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.evaluation.model_server import running
 from workflow.lib.evaluation.sample_answers import choose_prompts
 from workflow.lib.evaluation.served_checks import (
+    ADAPTER,
     Asked,
     Comparison,
     Known,
@@ -33,7 +35,6 @@ from workflow.lib.evaluation.served_checks import (
     check_prompts,
     log_p,
     log_p_of,
-    write_parts,
 )
 from workflow.lib.evaluation.vllm_server import VllmServer, VllmStart
 from workflow.lib.system.errors import UserError
@@ -61,29 +62,31 @@ def test_vllm_serves_what_is_exported(exported, form, tmp_path):
     found = check(exported, form, tmp_path, **VLLM)
     assert found.worst_document < found.bound
     assert found.prompts >= 2
-    assert [part.part for part in found.parts] == (
-        [] if form == "merged" else ["adapter", "mlp", "self_attn"]
-    )
-    assert all(part.share == pytest.approx(1.0, abs=0.01) for part in found.parts)
+    if form == "merged":
+        assert found.adapter is None
+    else:
+        assert found.adapter.share == pytest.approx(1.0, abs=0.01)
 
 
-def test_kind_of_module_and_template_that_vllm_serves_otherwise_are_noticed(exported, tmp_path):
-    """It is given the adapter without its MLPs, and another template."""
+def test_adapter_and_template_that_vllm_serves_otherwise_are_noticed(exported, tmp_path):
+    """It is given the adapter with its MLPs zeroed, and another template."""
     evaluate(exported, "tuned_on_original", tmp_path)
     found = read_record(tmp_path / "tuned_on_original.json", Evaluation)
     documents = TokenStore.open(exported / "tokens").heldout_documents()
     prompts = choose_prompts(documents, [0], count=1, seed=0)
     how = {"prompts": prompts, "folder": exported / "adapter", "most": 6}
     asked = Asked.of(documents, range(len(documents)), **how)
-    parts = write_parts(exported / "adapter", tmp_path / "parts")
+    partial = shutil.copytree(exported / "adapter", tmp_path / "partial")
+    tensors = load_file(partial / "adapter_model.safetensors")
+    zeroed = {name: tensor * (".mlp." not in name) for name, tensor in tensors.items()}
+    save_file(zeroed, partial / "adapter_model.safetensors", metadata={"format": "pt"})
     other = shutil.copytree(exported / "adapter", tmp_path / "other")
     (other / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     options = {"dtype": "float32", "max_tokens": asked.longest, "max_lora_rank": 8, "gpus": 0}
     start = VllmStart(Path(SERVING), exported / "model", tokenizer=other, **options)
     with running(VllmServer, start) as server:
-        for part in parts:
-            server.load_adapter(part, parts["self_attn"])
-        said = ask(server, asked, parts)
+        server.load_adapter(ADAPTER, partial)
+        said = ask(server, asked, served=ADAPTER)
         probes = read_record(exported / "tokens" / "manifest.json", ConversationFacts).probes
         with pytest.raises(UserError, match=r"vLLM writes a conversation .* and Transformers as"):
             check_prompts(server, load_tokenizer(exported / "adapter"), probes)
@@ -91,8 +94,8 @@ def test_kind_of_module_and_template_that_vllm_serves_otherwise_are_noticed(expo
     with pytest.raises(UserError, match=r"gives held-out tokens .* serves another model"):
         comparison.worst_document()
     model = stock(exported, "tuned_on_original")
-    with pytest.raises(UserError, match="does not apply the adapter of mlp alone as PEFT does"):
-        comparison.parts(model, parts)
+    with pytest.raises(UserError, match="does not apply the adapter as PEFT does"):
+        comparison.adapter_effect(model)
 
 
 def test_vllm_serves_a_mixture_of_experts(tmp_path):
@@ -152,4 +155,4 @@ def test_vllm_serves_smollm2_after_some_steps(tmp_path):
     add_companions(tmp_path, exported=("adapter",))
     found = check(tmp_path, "tuned_on_original", tmp_path / "measured", **VLLM)
     assert found.worst_document < found.bound
-    assert all(part.share == pytest.approx(1.0, abs=0.01) for part in found.parts)
+    assert found.adapter.share == pytest.approx(1.0, abs=0.01)

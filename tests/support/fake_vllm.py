@@ -8,10 +8,12 @@ import signal
 import socketserver
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 LOG_P = -0.5
+MIXED = "--enable-mixed-moe-lora-format"
 
 
 def option(name):
@@ -33,6 +35,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if self.path == "/v1/load_lora_adapter":
             if "refused" in question["lora_path"]:
                 error = {"message": "LoRA rank 999 is greater than max_lora_rank 8."}
+                return self.say({"error": error}, status=400)
+            if MIXED in sys.argv and not question["is_3d_lora_weight"]:
+                error = {"message": "the adapter contains fused 3D MoE weights"}
                 return self.say({"error": error}, status=400)
             return self.say(f"Success: {question['lora_name']}")
         if self.path == "/tokenize":
@@ -62,6 +67,9 @@ MODE = os.environ.get("FAKE_VLLM", "")
 if __name__ == "__main__":
     child = subprocess.Popen(["sleep", "3600"])  # as vLLM has its engine
     Path(os.environ["FAKE_VLLM_PIDS"]).write_text(f"{os.getpid()} {child.pid}\n")
+    socket = Path(tempfile.gettempdir()) / "left-by-the-server"
+    socket.touch()
+    Path(os.environ["FAKE_VLLM_PIDS"]).with_name("temporary").write_text(str(socket))
     print("starting", " ".join(sys.argv[1:]), flush=True)
     if MODE == "fails":
         print("ValueError: no such model type\nthe engine did not start", flush=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.support.plans import make_forecast, make_plan, tried_plan
 from workflow.lib.artifacts.evaluation_record import ITEMS
-from workflow.lib.artifacts.records import Provenance, ServedCheck, ServedPart
+from workflow.lib.artifacts.records import AdapterEffect, Provenance, ServedCheck
 from workflow.lib.settings.subjects import SUBJECTS
 from workflow.lib.system.artifact_files import read_lines, write_lines
 from workflow.lib.system.document_lengths import LengthGroup
@@ -37,10 +37,7 @@ SERVED_CHECK = ServedCheck(
     answers=8,
     equal_answers=8,
     answer_gap=0.0,
-    parts=[
-        ServedPart(part="adapter", effect=0.5, served_effect=0.5, share=1.0, difference=1e-4),
-        ServedPart(part="mlp", effect=0.3, served_effect=0.3, share=0.99, difference=1e-4),
-    ],
+    adapter=AdapterEffect(effect=0.5, served_effect=0.5, share=1.0, difference=1e-4),
     provenance=Provenance.now(),
 )
 ADAPTER_CONFIG = {"revision": "c0ffee", "r": 16, "lora_alpha": 32.0}

@@ -11,13 +11,13 @@ from unittest import mock
 import pytest
 
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.locks import exclusive
+from workflow.lib.system.locks import exclusive, temporary_folder
 
 HOLDER = """
 import sys, time
 from pathlib import Path
 sys.path.insert(0, {root!r})
-from workflow.lib.system.locks import exclusive
+from workflow.lib.system.locks import exclusive, temporary_folder
 with exclusive(Path({path!r}), doing="testing"):
     print("held", flush=True)
     time.sleep({seconds})
@@ -84,3 +84,51 @@ def test_file_system_without_locks_is_named_with_the_cure(tmp_path, number):
         exclusive(tmp_path / ".lock", doing="testing"),
     ):
         pass
+
+
+HOLD = """
+import sys
+from workflow.lib.system.locks import temporary_folder
+with temporary_folder("work-", parent=sys.argv[1]) as folder:
+    (folder / "file").write_text("x")
+    print(folder, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """A process that holds a folder with a file, and the folder."""
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        yield process, Path(process.stdout.readline().decode().strip())
+        process.kill()
+
+
+def fail_within(folder):
+    with temporary_folder("work-", parent=str(folder)) as made:
+        (made / "below").mkdir()
+        raise ZeroDivisionError
+
+
+def test_folder_is_gone_after_the_block_and_after_an_error(tmp_path):
+    with pytest.raises(ZeroDivisionError):
+        fail_within(tmp_path)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_folder_of_a_live_process_stays(tmp_path, holder):
+    with temporary_folder("work-", parent=str(tmp_path)):
+        assert (holder[1] / "file").exists()
+
+
+def test_folder_of_a_killed_process_is_removed_by_the_next_one_and_no_other_is(tmp_path, holder):
+    process, left = holder
+    (tmp_path / "others").mkdir()
+    (tmp_path / "work-link").symlink_to(tmp_path / "others")
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert left.exists()
+    with temporary_folder("work-", parent=str(tmp_path)):
+        assert not left.exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"others", "work-link"}

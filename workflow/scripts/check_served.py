@@ -2,19 +2,16 @@
 
 vLLM, in its own environment (`make serving`), loads the adapter on the original model, or the
 merged model; llama.cpp loads the same as the first GGUF file. Compared by its OpenAI interface:
-token ids of prompts, held-out losses, greedy answers, and the effect of the adapter, by vLLM for
-each kind of its modules. Then Transformers and PEFT compute the same. Writes `served.json`; ends
-with the server's own words if it refuses the exported files."""
+token ids of prompts, held-out losses, greedy answers, and the effect of the adapter. Then
+Transformers and PEFT compute the same. Writes `served.json`; ends with the server's own words if it
+refuses the exported files."""
 
 import argparse
 import logging
 import math
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from peft import PeftModel
 
 from workflow.lib.artifacts.evaluation_record import Evaluation
 from workflow.lib.artifacts.manifest_record import ConversationFacts, Probe
@@ -30,19 +27,18 @@ from workflow.lib.evaluation.llama_cpp_server import (
     LlamaCppServer,
     LlamaCppStart,
 )
-from workflow.lib.evaluation.model_server import running
+from workflow.lib.evaluation.model_server import BASE, running
 from workflow.lib.evaluation.questions import Model
 from workflow.lib.evaluation.sample_answers import choose_prompts
 from workflow.lib.evaluation.served_checks import (
-    WHOLE,
+    ADAPTER,
     Asked,
     Comparison,
     Known,
     ask,
     check_prompts,
-    write_parts,
 )
-from workflow.lib.evaluation.vllm_server import VllmServer, VllmStart, slots
+from workflow.lib.evaluation.vllm_server import VllmServer, VllmStart, rank_slots
 from workflow.lib.export.adapter_files import check_conversations
 from workflow.lib.export.stock_models import load_adapter, load_base
 from workflow.lib.model.backends import choose_device
@@ -70,54 +66,52 @@ def main(args: argparse.Namespace) -> None:
     )
     evaluation = read_record(args.evaluation / f"{args.served}.json", Evaluation)
     asked = questions(args, evaluation, exported)
-    with tempfile.TemporaryDirectory(prefix="parts-") as name:
-        trial = (in_gguf if args.gguf else in_vllm)(args, asked, Path(name))
-        with running(trial.kind, trial.start) as server:
-            known_as = f"{server.name} {server.version}"
-            logger.info("%s serves %s in %s", known_as, SUBJECT_LABELS[args.served], trial.dtype)
-            if isinstance(server, VllmServer):
-                for part, path in trial.parts.items():
-                    server.load_adapter(part, path)
-            check_conversations(exported, probes(args.tokens))
-            prompts = check_prompts(server, load_tokenizer(exported), probes(args.tokens))
-            said = ask(server, asked, trial.parts)
-        known = Known.of(evaluation, asked)
-        bounds: Any = {"bound": trial.bound, "rounded": args.gguf is not None}
-        comparison = Comparison(known_as, asked, known, said, **bounds)
-        worst = comparison.worst_document()
-        model = loaded(args)
-        check = ServedCheck(
-            server=known_as,
-            subject=args.served,
-            compute_dtype=trial.dtype,
-            max_lora_rank=trial.max_lora_rank,
-            documents=len(said.losses),
-            loss=comparison.loss,
-            evaluated_loss=known.loss,
-            trained_loss=trained_loss(args.evaluation / "tuned.json", asked),
-            bound=comparison.bound,
-            worst_document=worst,
-            prompts=prompts,
-            parts=comparison.parts(model, trial.parts) if isinstance(model, PeftModel) else [],
-            answers=len(said.answers),
-            equal_answers=comparison.equal_answers(load_tokenizer(exported)),
-            answer_gap=comparison.answer_gap(model),
-            provenance=Provenance.now(),
-        )
+    trial = (in_gguf if args.gguf else in_vllm)(args, asked)
+    with running(trial.kind, trial.start) as server:
+        known_as = f"{server.name} {server.version}"
+        logger.info("%s serves %s in %s", known_as, SUBJECT_LABELS[args.served], trial.dtype)
+        if isinstance(server, VllmServer) and not args.merged:
+            server.load_adapter(ADAPTER, args.adapter, on_experts=trial.on_experts)
+        check_conversations(exported, probes(args.tokens))
+        prompts = check_prompts(server, load_tokenizer(exported), probes(args.tokens))
+        said = ask(server, asked, served=BASE if args.merged else ADAPTER)
+    known = Known.of(evaluation, asked)
+    bounds: Any = {"bound": trial.bound, "rounded": args.gguf is not None}
+    comparison = Comparison(known_as, asked, known, said, **bounds)
+    worst = comparison.worst_document()
+    model = loaded(args)
+    check = ServedCheck(
+        server=known_as,
+        subject=args.served,
+        compute_dtype=trial.dtype,
+        max_lora_rank=trial.max_lora_rank,
+        documents=len(said.losses),
+        loss=comparison.loss,
+        evaluated_loss=known.loss,
+        trained_loss=trained_loss(args.evaluation / "tuned.json", asked),
+        bound=comparison.bound,
+        worst_document=worst,
+        prompts=prompts,
+        adapter=comparison.adapter_effect(model),
+        answers=len(said.answers),
+        equal_answers=comparison.equal_answers(load_tokenizer(exported)),
+        answer_gap=comparison.answer_gap(model),
+        provenance=Provenance.now(),
+    )
     write_checked_json(args.output, check.as_json())
     logger.info("%s", check.summary)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A server to start; parts: folders of PEFT's adapters by name, the whole one first."""
+    """A server to start, and how it is compared."""
 
     kind: type[VllmServer] | type[LlamaCppServer]
     start: VllmStart | LlamaCppStart
     dtype: str
     bound: float
-    parts: dict[str, Path]
     max_lora_rank: int | None = None
+    on_experts: bool = False  # an adapter with a part for each expert
 
 
 def questions(args: argparse.Namespace, evaluation: Evaluation, exported: Path) -> Asked:
@@ -134,23 +128,21 @@ def questions(args: argparse.Namespace, evaluation: Evaluation, exported: Path) 
     )
 
 
-def in_gguf(args: argparse.Namespace, asked: Asked, _: Path) -> Trial:
+def in_gguf(args: argparse.Namespace, asked: Asked) -> Trial:
     check_files(listed_files(args.gguf))
     form = "merged" if args.merged else "adapter"
     files = read_record(args.gguf / "gguf.json", GgufChecks).files
     file = next(file for file in files if file.form == form)
     adapter = args.gguf / file.adapter if file.adapter else None
     start = LlamaCppStart(args.gguf / file.file, adapter, asked.longest, "export.serve")
-    parts = {} if args.merged else {WHOLE: args.adapter}
-    return Trial(LlamaCppServer, start, file.format, BOUNDS[file.format], parts)
+    return Trial(LlamaCppServer, start, file.format, BOUNDS[file.format])
 
 
-def in_vllm(args: argparse.Namespace, asked: Asked, folder: Path) -> Trial:
-    parity, rank, parts = read_record(args.parity, Parity), None, {}
-    if not args.merged:
-        ranks = read_settings(args.adapter / "adapter_config.json")
-        rank = slots(max([ranks["r"], *(ranks.get("rank_pattern") or {}).values()]))
-        parts = write_parts(args.adapter, folder)
+def in_vllm(args: argparse.Namespace, asked: Asked) -> Trial:
+    parity = read_record(args.parity, Parity)
+    config = None if args.merged else read_settings(args.adapter / "adapter_config.json")
+    rank = None if config is None else rank_slots(config)
+    on_experts = bool(config and config.get("target_parameters"))
     start = VllmStart(
         python=args.python,
         model=args.merged or args.model,
@@ -158,9 +150,10 @@ def in_vllm(args: argparse.Namespace, asked: Asked, folder: Path) -> Trial:
         dtype=parity.compute_dtype,
         max_tokens=asked.longest,
         max_lora_rank=rank,
+        on_experts=on_experts,
         gpus=len(visible_gpus()) if choose_device().type == "cuda" else 0,
     )
-    return Trial(VllmServer, start, parity.compute_dtype, 2 * parity.tolerance, parts, rank)
+    return Trial(VllmServer, start, parity.compute_dtype, 2 * parity.tolerance, rank, on_experts)
 
 
 def probes(tokens: Path) -> list[Probe]:

@@ -29,10 +29,10 @@ from workflow.lib.evaluation.llama_cpp_server import (
     LlamaCppServer,
     LlamaCppStart,
 )
-from workflow.lib.evaluation.model_server import running
+from workflow.lib.evaluation.model_server import BASE, running
 from workflow.lib.evaluation.sample_answers import choose_prompts
 from workflow.lib.evaluation.served_checks import (
-    WHOLE,
+    ADAPTER,
     Asked,
     Comparison,
     Known,
@@ -114,13 +114,12 @@ def checked(served: Served, probes: Sequence[Probe], *, tokens: Path) -> list[Gg
     llama.cpp has ended."""
     tokenizer = load_tokenizer(served.source.tokenizer)
     asked = questions(served, tokens)
-    parts = {} if served.adapter is None else {WHOLE: served.adapter}
     said, prompts = {}, 0
     for name, path in served.files.items():
         start = LlamaCppStart(path, served.adapter_file, asked.longest, "export.gguf")
         with running(LlamaCppServer, start) as server:
             prompts = check_prompts(server, tokenizer, probes)
-            said[name] = ask(server, asked, parts)
+            said[name] = ask(server, asked, served=BASE if served.adapter is None else ADAPTER)
     model = served.load()
     known = Known.by(model, tokenizer, asked)
     found = []
@@ -128,8 +127,7 @@ def checked(served: Served, probes: Sequence[Probe], *, tokens: Path) -> list[Gg
         bounds: Any = {"bound": BOUNDS[name], "rounded": True, "setting": f"export.gguf = {name}"}
         comparison = Comparison(LlamaCppServer.name, asked, known, said[name], **bounds)
         comparison.worst_document()
-        if isinstance(model, PeftModel):
-            comparison.parts(model, parts)
+        comparison.adapter_effect(model)
         comparison.answer_gap(model)
         adapter = served.adapter_file
         file = GgufFile(

@@ -175,11 +175,9 @@ class GgufChecks(Record):
     provenance: Provenance  # origin of the file
 
 
-class ServedPart(Record):
-    """The adapter, or one kind of its modules with the others zeroed, served and in PEFT. Effects
-    and differences are root mean squares over tokens, nats."""
+class AdapterEffect(Record):
+    """What an adapter changes, served and in PEFT: root mean squares over tokens, nats."""
 
-    part: str  # `adapter` for all of it, or a kind of module
     effect: float  # its change to the log-probabilities in PEFT
     served_effect: float  # its change to those of the server
     share: float
@@ -200,8 +198,8 @@ class ServedCheck(Record):
     trained_loss: float | None
     """The same of the adapter on the base of its training; null if not measured."""
     bound: float
-    """Nats: largest allowed difference of a document's loss and of a part; of a GGUF file that of
-    the mean loss."""
+    """Nats: largest allowed difference of a document's loss and of the adapter's effect; of a GGUF
+    file that of the mean loss."""
     worst_document: float  # largest difference of a document's loss, nats per token
     prompts: int  # conversations and texts with the token ids of the training
     answers: int  # held-out prompts that it answered greedily
@@ -209,7 +207,7 @@ class ServedCheck(Record):
     answer_gap: float
     """Largest difference, nats in Transformers, between the most likely token and the token of its
     greedy answers."""
-    parts: list[ServedPart]  # none of a merged model
+    adapter: AdapterEffect | None = None  # null for a merged model
     provenance: Provenance  # origin of the file
 
     @property
@@ -220,11 +218,11 @@ class ServedCheck(Record):
     @property
     def summary(self) -> str:
         """The results in a line."""
-        acts = ", ".join(f"{part.part} {part.share:.1%}" for part in self.parts)
+        acts = "" if self.adapter is None else f"{self.adapter.share:.1%}"
         return (
             f"loss of {self.documents} held-out documents {self.loss:.4f} nats per token, by the "
             f"evaluation {self.evaluated_loss:.4f} ({self.bound:.2g} allowed), a document at most "
             f"{self.worst_document:.2g} apart; {self.prompts} prompts with the same token ids; "
             f"{self.equal_answers} of {self.answers} greedy answers the same"
-            + (f"; change of log-probabilities as in PEFT: {acts}" if acts else "")
+            + (f"; {acts} of the adapter's change of log-probabilities" if acts else "")
         )

@@ -12,7 +12,6 @@ import re
 import signal
 import socket
 import subprocess
-import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.hardware import threads_of_job
+from workflow.lib.system.locks import temporary_folder
 
 logger = logging.getLogger("workflow")
 
@@ -155,9 +155,10 @@ Server = TypeVar("Server", bound=ModelServer)
 def running(kind: type[Server], start: Start) -> Iterator[Server]:
     """Start a server, wait until it is ready, and end all its processes with the block."""
     # the path of a socket has 107 bytes at most
-    with tempfile.TemporaryDirectory(prefix="served-", dir="/tmp") as name:
-        address, log = Path(name) / "server.sock", Path(name) / "log"
+    with temporary_folder("served-", parent="/tmp") as folder:
+        address, log = folder / "server.sock", folder / "log"
         own = {name: value for name, value in os.environ.items() if name not in OTHERS}
+        own["TMPDIR"] = str(folder)  # vLLM leaves sockets and a file there
         with (
             log.open("wb") as file,
             subprocess.Popen(GUARD, stdin=subprocess.PIPE, process_group=0) as guard,

@@ -1,8 +1,7 @@
 """A server's results on exported files, against the evaluation's numbers and against PEFT.
 
-First the server is asked (`ask`), then its answers are compared (`compared`), so that the two are
-not in memory together. Each kind of the adapter's modules, with the others zeroed, must change the
-log-probabilities as it does in PEFT.
+First the server is asked (`ask`), then its answers are compared (`Comparison`), so that the two are
+not in memory together. The adapter must change the log-probabilities as it does in PEFT.
 
 Bounds: the trained and the exported adapter may differ by `Parity.tolerance` in a logit (root mean
 square, nats, of the compute dtype). A log-probability has a logit and its normalizer, so twice
@@ -11,7 +10,6 @@ largest errors, which are taken as four times the root mean square. If weights a
 the mean loss has a bound, and tokens may differ by twice the effect of rounding alone."""
 
 import math
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,27 +19,24 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from workflow.lib.artifacts.evaluation_record import Evaluation
 from workflow.lib.artifacts.manifest_record import Probe
-from workflow.lib.artifacts.records import ServedPart
+from workflow.lib.artifacts.records import AdapterEffect
 from workflow.lib.data.tokens.token_store import Document
 from workflow.lib.evaluation.heldout_loss import heldout_losses
 from workflow.lib.evaluation.model_server import BASE, ModelServer
 from workflow.lib.evaluation.questions import Model
 from workflow.lib.evaluation.sample_answers import AnswerSettings, Prompt, generate_answers
 from workflow.lib.export.adapter_files import GENERATION_CONFIG
-from workflow.lib.export.stock_models import ADAPTER_WEIGHTS
-from workflow.lib.model.lora import module_kind
 from workflow.lib.quantization.nf4_checkpoint import read_settings
 from workflow.lib.system.errors import UserError
 
 ROLES = {"system", "user", "assistant"}
-WHOLE = "adapter"  # name of the whole adapter as a part
-PART_DOCUMENTS = 8  # for the comparison of parts
-LEAST_SHARE = 0.5  # of a part's change; used if noise is smaller than half of that
+ADAPTER = "adapter"  # name of the adapter in the server
+EFFECT_DOCUMENTS = 8  # for the comparison of its effect
+LEAST_SHARE = 0.5  # of its change; used if noise is smaller than half of that
 TINY = 1e-30  # in place of a zero change
 Numbers = npt.NDArray[np.float64]
 
@@ -84,8 +79,8 @@ class Asked:
 
     @property
     def compared(self) -> list[Document]:
-        """The documents for the comparison of parts."""
-        return list(self.documents.values())[:PART_DOCUMENTS]
+        """The documents for the comparison of the adapter's effect."""
+        return list(self.documents.values())[:EFFECT_DOCUMENTS]
 
 
 @dataclass(frozen=True)
@@ -125,31 +120,13 @@ class Known:
 
 @dataclass(frozen=True)
 class Said:
-    """A server's results: loss by document; log p of the trained tokens of `Asked.compared` by
-    part, and without an adapter by `BASE`; answers; the name of the served part."""
+    """A server's results: loss by document; log p of the trained tokens of `Asked.compared`, and
+    the same without the adapter, if it serves one; answers."""
 
     losses: dict[int, float]
-    parts: dict[str, Numbers]
+    log_p: Numbers
+    log_p_base: Numbers | None
     answers: list[list[int]]
-    served: str
-
-
-def write_parts(adapter: Path, folder: Path) -> dict[str, Path]:
-    """Write the adapter once for each kind of its modules, the others zeroed; return the folders of
-    all parts by name. With a single kind, that is the adapter itself."""
-    tensors = load_file(adapter / ADAPTER_WEIGHTS)
-    kinds = sorted({module_kind(name) for name in tensors})
-    parts = {WHOLE: adapter}
-    for kind in kinds if len(kinds) > 1 else ():
-        parts[kind] = folder / f"only-{kind}"
-        parts[kind].mkdir(parents=True)
-        shutil.copy(adapter / "adapter_config.json", parts[kind])
-        alone = {
-            name: tensor if module_kind(name) == kind else torch.zeros_like(tensor)
-            for name, tensor in tensors.items()
-        }
-        save_file(alone, parts[kind] / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-    return parts
 
 
 def log_p_of(server: ModelServer, documents: Iterable[Document], *, model: str) -> Numbers:
@@ -161,22 +138,19 @@ def log_p_of(server: ModelServer, documents: Iterable[Document], *, model: str) 
     return np.concatenate(found)
 
 
-def ask(server: ModelServer, asked: Asked, parts: Iterable[str]) -> Said:
-    """Return a server's results; parts: names of loaded adapters, the whole one first, or none."""
-    names = [*parts, BASE]
-    served = names[0]
-
+def ask(server: ModelServer, asked: Asked, *, served: str) -> Said:
+    """Return a server's results; served: `BASE`, or the name of a loaded adapter."""
     by_document = {
         number: log_p_of(server, [document], model=served)
         for number, document in asked.documents.items()
     }
-    by_part = {served: np.concatenate([*by_document.values()][:PART_DOCUMENTS])} | {
-        name: log_p_of(server, asked.compared, model=name) for name in names[1:]
-    }
     how: Any = {"model": served, "most": asked.most, "stop_ids": asked.stop_ids}
-    answers = [server.answer(prompt.prompt, **how) for prompt in asked.prompts]
-    losses = {number: -float(log_p.sum()) for number, log_p in by_document.items()}
-    return Said(losses, by_part, answers, served)
+    return Said(
+        losses={number: -float(log_p.sum()) for number, log_p in by_document.items()},
+        log_p=np.concatenate([*by_document.values()][:EFFECT_DOCUMENTS]),
+        log_p_base=None if served == BASE else log_p_of(server, asked.compared, model=BASE),
+        answers=[server.answer(prompt.prompt, **how) for prompt in asked.prompts],
+    )
 
 
 @dataclass(frozen=True)
@@ -218,43 +192,32 @@ class Comparison:
         apart: the difference by rounded weights alone."""
         return max(self.bound, 2 * apart) if self.rounded else self.bound
 
-    def parts(self, model: PeftModel, folders: Mapping[str, Path]) -> list[ServedPart]:
-        """Return the effect of each part in the server and in PEFT."""
+    def adapter_effect(self, model: Model) -> AdapterEffect | None:
+        """Return the adapter's effect in the server and in PEFT; None for a merged model."""
+        if not isinstance(model, PeftModel):
+            return None
+        assert self.said.log_p_base is not None, "the server was asked without the adapter too"
         with model.disable_adapter():
             plain = log_p(model, self.asked.compared)
-        unlike = _rms(self.said.parts[BASE] - plain)  # without an adapter
-        found = []
-        for name, folder in folders.items():
-            if name != WHOLE:
-                model.load_adapter(str(folder), name)
-                model.set_adapter(name)
-            here, there = log_p(model, self.asked.compared), self.said.parts[name]
-            change, served = here - plain, there - self.said.parts[BASE]
-            part = ServedPart(
-                part=name,
-                effect=_rms(change),
-                served_effect=_rms(served),
-                share=float(served @ change) / max(float(change @ change), TINY),
-                difference=_rms(there - here),
-            )
-            found.append(part)
-        model.set_adapter("default")
-        # kinds of modules first: their error is more specific than the whole's
-        for part in sorted(found, key=lambda part: part.part == WHOLE):
-            self._refuse_ignored(part, tokens=len(plain), unlike=unlike)
-        return found
-
-    def _refuse_ignored(self, part: ServedPart, *, tokens: int, unlike: float) -> None:
-        allowed = self._allowed(unlike)
-        noise = allowed / max(part.effect * tokens**0.5, TINY)  # of the share
-        ignored = part.share < LEAST_SHARE and noise < LEAST_SHARE / 2
-        if ignored or not part.difference <= allowed:
-            what = "" if part.part == WHOLE else f" of {part.part} alone"
+        tuned = log_p(model, self.asked.compared)
+        change, served_change = tuned - plain, self.said.log_p - self.said.log_p_base
+        effect = AdapterEffect(
+            effect=_rms(change),
+            served_effect=_rms(served_change),
+            share=float(served_change @ change) / max(float(change @ change), TINY),
+            difference=_rms(self.said.log_p - tuned),
+        )
+        allowed = self._allowed(_rms(self.said.log_p_base - plain))
+        noise = allowed / max(effect.effect * len(plain) ** 0.5, TINY)  # of the share
+        ignored = effect.share < LEAST_SHARE and noise < LEAST_SHARE / 2
+        if ignored or not effect.difference <= allowed:
             raise self._other(
-                f"does not apply the adapter{what} as PEFT does: it changes log-probabilities by "
-                f"{part.served_effect:.3g} nats, PEFT by {part.effect:.3g}, {part.share:.0%} of it "
-                f"in the same way; they are {part.difference:.2g} apart and may be {allowed:.2g}"
+                "does not apply the adapter as PEFT does: it changes log-probabilities by "
+                f"{effect.served_effect:.3g} nats, PEFT by {effect.effect:.3g}, {effect.share:.0%} "
+                f"of it in the same way; they are {effect.difference:.2g} apart and may be "
+                f"{allowed:.2g}"
             )
+        return effect
 
     @torch.no_grad()
     def answer_gap(self, model: Model) -> float:
@@ -269,7 +232,7 @@ class Comparison:
             gap = max([gap, *(logits.amax(-1) - written).tolist()])
         apart = 0.0
         if self.rounded:
-            apart = _rms(log_p(model, self.asked.compared) - self.said.parts[self.said.served])
+            apart = _rms(log_p(model, self.asked.compared) - self.said.log_p)
         allowed = 4 * self._allowed(apart)
         if not gap <= allowed:
             raise self._other(
@@ -288,7 +251,7 @@ class Comparison:
         return sum(t == answer for t, answer in zip(texts, self.known.answers, strict=True))
 
     def _other(self, what: str) -> UserError:
-        cure = "Set export.merged to true; or take" if len(self.said.parts) > 1 else "Take"
+        cure = "Take" if self.said.log_p_base is None else "Set export.merged to true; or take"
         if self.rounded:
             cure = "Choose a format of more bits (export.gguf), or take"
         return UserError(

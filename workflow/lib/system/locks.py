@@ -1,15 +1,19 @@
-"""One process at a time: a lock file that the kernel frees, however its holder ends.
+"""Files and folders of one process at a time, by locks that the kernel frees, however their holder
+ends.
 
-So nobody has to remove it. It holds its holder's process id. A holder that ends in order removes
-the file, so a killed one can be named later."""
+A lock file holds its holder's process id. A holder that ends in order removes the file, so a killed
+one can be named later. A temporary folder is removed by its process, or, if that was killed, by the
+next one that makes such a folder."""
 
 import errno
 import fcntl
 import logging
 import os
+import shutil
+import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -97,3 +101,46 @@ def refuse_without_locks(error: OSError, folder: Path) -> None:
 def _holder(lock: TextIO) -> str:
     lock.seek(0)
     return lock.read().strip() or "unknown"
+
+
+@contextmanager
+def temporary_folder(prefix: str, *, parent: str | None = None) -> Iterator[Path]:
+    """Make a folder for the block, after removing those of dead processes with this prefix.
+    parent: the system's temporary folder unless another is named."""
+    root = Path(parent or tempfile.gettempdir())
+    for path in root.glob(f"{prefix}*"):
+        with suppress(OSError), _folder_lock(path, wait=False):  # else it is in use
+            shutil.rmtree(path, ignore_errors=True)
+    with _made(prefix, root) as folder:
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _made(prefix: str, root: Path) -> Iterator[Path]:
+    """Make and lock a folder, again if another process took it for an abandoned one meanwhile."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
+        with suppress(FileNotFoundError), _folder_lock(folder, wait=True):
+            if folder.exists():
+                yield folder
+                return
+
+
+@contextmanager
+def _folder_lock(folder: Path, *, wait: bool) -> Iterator[None]:
+    """Hold the lock of a folder of this user. Raises `OSError` if it is held, unless `wait`."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        if os.fstat(descriptor).st_uid != os.getuid():
+            raise PermissionError(f"{folder} is another user's")
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except OSError:  # held; or a file system without locks, where none is ever free to remove
+            if not wait:
+                raise
+        yield
+    finally:
+        os.close(descriptor)

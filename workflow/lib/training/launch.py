@@ -37,6 +37,7 @@ from workflow.lib.system.errors import BatchMemoryError, PeerLostError, StoppedE
 from workflow.lib.system.hardware import LOOPBACK as ADDRESS
 from workflow.lib.system.hardware import check_processes_can_work, loopback_lack, threads_of_job
 from workflow.lib.system.interrupts import children_of
+from workflow.lib.system.locks import temporary_folder
 from workflow.lib.training.failure_causes import first_cause, followed, killed, memory_kills
 
 STORE_JOIN_S = 600  # of a store that exists already, so nothing waits for it
@@ -147,9 +148,7 @@ def _run_workers(workers: Workers, hung: list[str]) -> None:
     inherited = worker_environment(
         len(workers.ranks), grace_s=workers.grace_s, deterministic=workers.deterministic
     )
-    temporary = tempfile.TemporaryDirectory(prefix="finetune-launch-", ignore_cleanup_errors=True)
-    with temporary as name, changed_environment(inherited):
-        folder = Path(name)
+    with temporary_folder("finetune-launch-") as folder, changed_environment(inherited):
         config = LaunchConfig(
             min_nodes=workers.place.nodes,
             max_nodes=workers.place.nodes,
