@@ -122,6 +122,8 @@ def test_text_under_a_key_that_nothing_reads_is_refused(message, value):
     talk = [{**message, "note": value}, ANSWER]
     with pytest.raises(RowError, match=r"text that nothing reads: message 2 .*leave_out: \[note\]"):
         messages(*talk)
+    with pytest.raises(RowError, match=r"message 2 has note = .*leave_out: \[note, other\]"):
+        messages({**talk[0], "other": "a text"}, ANSWER)
     assert messages(*talk, leave_out=["note"])[0]["content"] == message["content"]
     assert messages(*talk, template_keys=["note"])[0]["note"] == value
 

@@ -234,6 +234,8 @@ class KeyAccount:
             if value not in EMPTY and not (key == LABEL and not place.name and _is_bool(value)):
                 self._check(place, key, value, where)
                 self.count(place, key)
+        if place.passed and shape.unread:
+            self._check_no_text({key: item[key] for key in shape.unread}, where)
         if self.leave_out:
             item = {key: value for key, value in item.items() if key not in self.leave_out}
         return item, shape
@@ -289,13 +291,19 @@ class KeyAccount:
                 f"{what} in a message: {where} has {key}; give the row a column of it, or leave it "
                 f"out (data.leave_out: [{key}])"
             )
-        if place.passed and key not in NAMES and holds_text(value):
-            raise _error(
-                f"text that nothing reads: {where} has {key} = {repr(value)[:PREVIEW_CHARS]}, and "
-                "the chat template does not read it; rename it to content, reasoning_content or "
-                "tool_calls if it is one",
-                key,
-            )
+
+    def _check_no_text(self, unread: Values, where: str) -> None:
+        """Raise `RowError` at texts of a message that nothing reads, with all of their keys."""
+        apart = {*self.leave_out, *NAMES, *MEDIA}
+        texts = {k: v for k, v in unread.items() if k not in apart and holds_text(v)}
+        for key, value in texts.items():
+            if not _holds_media(value):
+                raise _error(
+                    f"text that nothing reads: {where} has {key} = {repr(value)[:PREVIEW_CHARS]}, "
+                    "and the chat template does not read it; rename it to content, "
+                    "reasoning_content or tool_calls if it is one",
+                    ", ".join(texts),
+                )
 
     def count(self, place: Place, key: str) -> None:
         counted = place.name, key
