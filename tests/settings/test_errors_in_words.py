@@ -6,7 +6,6 @@ import pytest
 
 from tests.support.settings_examples import message
 from workflow.lib.settings.config import load_config
-from workflow.lib.settings.errors_in_words import REMOVED_KEYS
 from workflow.lib.system.errors import UserError, as_yaml
 
 
@@ -24,7 +23,6 @@ from workflow.lib.system.errors import UserError, as_yaml
         ({"train.seed": 1}, "train.seed", "Write it in two levels: train: {seed: ...}."),
         ({"train": {"batch_size": 1}}, "train.batch_size", "Did you mean 'global_batch_size'?"),
         ({"lora": {"rank": 8}}, "lora.rank", "Did you mean 'lora.r'?"),
-        ({"train": {"products": "int8"}}, "train.products", "Did you mean 'train.matmul_dtype'?"),
         ({"lora_r": 8}, "lora_r", "Did you mean 'lora.r'?"),
         ({"data": {"cutoff_len": 512}}, "data.cutoff_len", "Did you mean 'data.seq_len'?"),
         (
@@ -228,14 +226,6 @@ def test_name_of_a_run_that_yaml_takes_for_something_else_is_to_be_quoted(name, 
 def test_runs_that_a_file_system_may_take_for_one_are_refused():
     with pytest.raises(UserError, match="runs: 'wide' and 'Wide' differ in case alone"):
         load_config({"runs": {"wide": {}, "other": {}, "Wide": {}}})
-
-
-@pytest.mark.parametrize(("key", "reason"), REMOVED_KEYS.items())
-def test_key_that_is_no_longer_offered_is_refused_with_the_reason(key, reason):
-    section, name = key.split(".")
-    assert message({section: {name: 1}}) == [
-        f"{key}: this key is no longer offered ({reason}). Remove it."
-    ]
 
 
 @pytest.mark.parametrize(

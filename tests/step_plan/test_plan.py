@@ -1,8 +1,6 @@
 """The description of a step, as `preflight.json` holds it."""
 
-import gzip
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +11,6 @@ from workflow.lib.artifacts.records import Provenance
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import write_checked_json
 
-EARLIER = Path(__file__).parents[1] / "artifacts" / "preflight_d7b6b42.json.gz"
 PLAN = make_plan(
     ranks={"v_proj": 2},
     routers=("mlp.gate",),
@@ -40,13 +37,3 @@ def test_file_whose_plan_lacks_a_field_is_refused_with_what_to_do(tmp_path, name
         UserError, match=f"the field plan.{name} is missing.*snakemake --cores all preflight"
     ):
         read_record(written(tmp_path / "p.json", plan), Preflight)
-
-
-def test_file_of_an_earlier_version_is_refused_with_the_command_that_makes_it(tmp_path):
-    """The demo's, made by commit d7b6b42."""
-    file = tmp_path / "preflight.json"
-    file.write_bytes(gzip.decompress(EARLIER.read_bytes()))
-    refused = r"preflight\.json: the field plan\.attention and \d+ others is missing; .*"
-    command = r"delete this file and run `snakemake --cores all preflight` again"
-    with pytest.raises(UserError, match=refused + command):
-        read_record(file, Preflight)

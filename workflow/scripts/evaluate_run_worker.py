@@ -142,10 +142,8 @@ def preferences_of(
     args: argparse.Namespace, settings: EvaluateConfig, store: TokenStore
 ) -> Preferences | None:
     """Return the held-out examples whose rewards are measured, if the run trains preferences."""
-    if "train" not in args.config:  # supervised
-        return None
     name = TrainConfig.model_validate(args.config["train"]).objective
-    preferences = PreferencesConfig.model_validate(args.config.get("preferences", {}))
+    preferences = PreferencesConfig.model_validate(args.config["preferences"])
     objective = objective_of(name, preferences, DistillConfig())
     if not isinstance(objective, Pairs | RatedAnswers):
         return None

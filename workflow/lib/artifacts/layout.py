@@ -30,8 +30,8 @@ SERVING = str(Path(__file__).resolve().parents[3] / ".venv-serving" / "bin" / "p
 
 
 def _comparable(run: RunConfig, counts: Callable[[Affects], bool]) -> RunConfig:
-    """Return the settings with defaults for all that do not count: equal results have equal ones. A
-    default is kept: artifacts made before such a setting existed stay up to date."""
+    """Return the settings with defaults for all that do not count: equal results have equal
+    ones."""
     changed = {}
     for name, section in _sections(run):
         defaults, of = type(section)(), section.affected_by
@@ -53,32 +53,10 @@ def _has_meaning(section: Section, affects: Affects) -> bool:
     return needed is None or getattr(section, needed) in values
 
 
-def _left_out(section: Section, key: str, affects: Affects) -> bool:
-    """Tell whether a setting that is younger than the first runs has no effect."""
-    if affects.needs:
-        return not _has_meaning(section, affects)
-    return bool(getattr(section, key) == getattr(type(section)(), key))
-
-
 def _plain(section: Section, wanted: Callable[[Affects], bool]) -> dict[str, Any]:
-    """Return the wanted settings of a section, without `later` ones that have no effect."""
+    """Return the wanted settings of a section as JSON."""
     keys = {key for key in type(section).model_fields if wanted(section.affected_by(key))}
-    document = section.model_dump(mode="json", include=keys)
-    pruned: dict[str, Any] = _without_later(document, section)
-    return pruned
-
-
-def _without_later(document: Any, value: Any) -> Any:
-    """Return a setting's JSON without `later` settings of its sections that have no effect."""
-    if isinstance(value, tuple):
-        return [_without_later(*pair) for pair in zip(document, value, strict=True)]
-    if not isinstance(value, Section):
-        return document
-    return {
-        key: _without_later(below, getattr(value, key))
-        for key, below in document.items()
-        if not (value.affected_by(key).later and _left_out(value, key, value.affected_by(key)))
-    }
+    return section.model_dump(mode="json", include=keys)
 
 
 def _defines_result(affects: Affects) -> bool:
@@ -101,7 +79,7 @@ def dataset_key(run: RunConfig) -> str:
 
 def tokens_key(run: RunConfig) -> str:
     """Short hash of all that the tokens depend on: data settings and the tokenizer's identity."""
-    data = _plain(_comparable(run, _defines_result).data, lambda affects: True)
+    data = _comparable(run, _defines_result).data.model_dump(mode="json")
     return short_hash([data, *_model(run), *_examples_asked(run).values()])
 
 
@@ -113,11 +91,8 @@ def _examples_asked(run: RunConfig) -> dict[str, Any]:
 
 def base_key(run: RunConfig) -> str:
     """Short hash of all that the quantized base depends on; of tokens only if they calibrate."""
-    settings = run.quantize.model_dump(mode="json")
-    if run.quantize.method == "absmax":  # the key before there was a choice, so that bases stay
-        settings = {key: settings[key] for key in ("block_size", "double_quant")}
-        return short_hash([*_model(run), settings])
-    tokens = tokens_key(first_run(run))
+    settings = _comparable(run, _defines_result).quantize.model_dump(mode="json")
+    tokens = None if run.quantize.method == "absmax" else tokens_key(first_run(run))
     return short_hash([*_model(run), settings, tokens])
 
 
@@ -266,16 +241,15 @@ def stage_dir(name: str, stage: str) -> str:
 
 def fingerprint(run: RunConfig, *, of_any_length: bool = False) -> str:
     """Short hash of the training trajectory's settings; of_any_length: without its end."""
-    lora, train = (_plain(section, _defines_result) for section in (run.lora, run.train))
+    trained = _comparable(run, _defines_result)
+    train = trained.train.model_dump(mode="json")
     if of_any_length:
         train |= {"epochs": None, "max_steps": None}
-    numerics: list[Any] = [run.model.compute_dtype, run.model.attention_dropout]
-    numerics += [run.model.attention] if run.model.attention != "auto" else []
-    # no sections for supervised runs, which are older
-    others = [_plain(section, _defines_result) for section in (run.preferences, run.distill)]
-    more: list[Any] = others if any(others) else []
-    more += [] if run.start is None else [fingerprint(run.start)]
-    return short_hash([tokens_key(run), base_key(run), lora, train, *numerics, *more])
+    sections = (trained.lora, trained.preferences, trained.distill)
+    others = [section.model_dump(mode="json") for section in sections]
+    numerics = [run.model.compute_dtype, run.model.attention_dropout, run.model.attention]
+    start = None if run.start is None else fingerprint(run.start)
+    return short_hash([tokens_key(run), base_key(run), train, others, numerics, start])
 
 
 def checkpoint_dir(name: str, run: RunConfig) -> str:

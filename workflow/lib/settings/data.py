@@ -55,26 +55,26 @@ class DataColumns(Section):
     """Column with the token id of each trained token and -100 for others (format tokens)."""
     loss_mask: str = "loss_mask"
     """Column with 1 for trained tokens and 0 for others, instead of labels (format tokens)."""
-    weight: Annotated[str, Affects(later=True)] = "weight"
+    weight: str = "weight"
     """Column with a row's weight in the loss, at least 0; turns may have a weight too. Loss = sum(w
     (-log p)) / sum(w)."""
-    chosen: Annotated[str, Affects(later=True)] = "chosen"
+    chosen: str = "chosen"
     """Column with the preferred answer, or its conversation (format pairs)."""
-    rejected: Annotated[str, Affects(later=True)] = "rejected"
+    rejected: str = "rejected"
     """Column with the other answer, or its conversation (format pairs)."""
-    preference: Annotated[str | None, Affects(later=True)] = None
+    preference: str | None = None
     """Column with a number that says which answer is preferred (format pairs): below 0 `chosen`,
     above 0 `rejected`, 0 is a tie; null = always `chosen`."""
-    score_chosen: Annotated[str, Affects(later=True)] = "score_chosen"
+    score_chosen: str = "score_chosen"
     """Column with the optional score of the preferred answer (format pairs)."""
-    score_rejected: Annotated[str, Affects(later=True)] = "score_rejected"
+    score_rejected: str = "score_rejected"
     """Column with the optional score of the other answer (format pairs); equal scores are a tie."""
-    answers: Annotated[str, Affects(later=True)] = "answers"
+    answers: str = "answers"
     """Column with a list of answers, each with its score; the best and the worst are a pair (format
     ranked)."""
-    score: Annotated[str, Affects(later=True)] = "score"
+    score: str = "score"
     """Key of an answer's score (higher is better) or `rank` (lower is better) (format ranked)."""
-    label: Annotated[str, Affects(later=True)] = "label"
+    label: str = "label"
     """Column with true for a good answer and false for a bad one (objective kto)."""
 
     @model_validator(mode="after")

@@ -38,8 +38,6 @@ class Affects:
     """Stages that receive it in their settings."""
     told: tuple[Stage, ...] | None = None
     """Stages that get what follows from it as an option of their command."""
-    later: bool | None = None
-    """Left out of keys and settings of stages at its default: it is younger than the first runs."""
     needs: tuple[str, ...] = ()
     """The setting beside it, and the values of it without which it means nothing."""
 

@@ -18,17 +18,6 @@ from pydantic_core import ErrorDetails
 from workflow.lib.system.errors import as_yaml
 
 TRAINERS = Path(__file__).parents[2] / "resources" / "trainers"  # keys of others: `importing`
-# Of earlier versions, as below.
-RENAMED_KEYS = {
-    "lora.rank": "lora.r",
-    "train.products": "train.matmul_dtype",
-    "train.products_in": "train.matmul_passes",
-    "train.max_products_loss_rise": "train.max_matmul_loss_rise",
-}
-REMOVED_KEYS = {
-    "train.saved_activations": "preflight never chose it, and it rounds gradients",
-    "evaluate.bootstrap_resamples": "intervals are exact, or of a fixed number of draws",
-}
 SECTION_TAG = "<source>"
 CHANGE = "Change it in config.yaml."
 MISREAD = bool | int | float | datetime.date  # values that YAML makes of words without quotes
@@ -170,8 +159,6 @@ def _bound(detail: Any, path: tuple[Any, ...]) -> str:
 
 def _unknown_key(model: type[BaseModel], location: tuple[Any, ...]) -> str:
     key, valid = str(location[-1]), list(_model_at(model, location[:-1]).model_fields)
-    if reason := REMOVED_KEYS.get(_spell(location)):
-        return f"{_spell(location)}: this key is no longer offered ({reason}). Remove it."
     if location == ("report",):
         return f"{key}: it holds for all runs. Write it above `runs:`."
     elsewhere = [
@@ -182,9 +169,10 @@ def _unknown_key(model: type[BaseModel], location: tuple[Any, ...]) -> str:
     ]
     short = key.removeprefix(f"{location[-2:][0]}_")  # `lora_r` of `lora`
     settings, reasons, _ = _of_trainers()
-    renamed = RENAMED_KEYS.get(_spell(location))
+    joined = "_".join(map(str, location))  # `lora_rank` of `lora: {rank: 8}`
     meant = [
-        *([renamed] if renamed else [short] if short in valid else []),
+        *([short] if short in valid else []),
+        *([settings[joined]] if joined in settings else []),
         *(name for name in valid if len(key) > 3 and key in name),
         *(name for name in elsewhere if key == name.partition(".")[2]),
         *([settings[key]] if key in settings else []),

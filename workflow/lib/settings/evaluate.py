@@ -34,7 +34,7 @@ class ExportConfig(Section):
 
     steps: Annotated[
         tuple[Annotated[int, Field(ge=1, le=10**9)], ...],
-        Affects("plan", read_by=("preflight_run", "finetune"), later=True),
+        Affects("plan", read_by=("preflight_run", "finetune")),
     ] = ()
     """Also export the adapters after these optimizer steps. Their checkpoints are kept in addition
     to `train.keep_checkpoints`."""
@@ -60,7 +60,7 @@ class ExportConfig(Section):
     from the package index."""
     serve: Annotated[
         Literal["none", "vllm", "llama_cpp"],
-        Affects(read_by=("check_served",), told=("evaluate_run",), later=True),
+        Affects(read_by=("check_served",), told=("evaluate_run",)),
     ] = "none"
     """Local server to compare with the evaluation. It serves the merged model or the adapter on the
     original; llama.cpp serves the first format of `gguf`."""

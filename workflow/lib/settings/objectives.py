@@ -33,9 +33,7 @@ class PreferencesConfig(Section):
     """Training on pairs of a chosen and a rejected answer, or on rated answers (`train.objective`);
     an objective takes the settings that name it."""
 
-    affects: ClassVar = Affects(
-        "result", read_by=("preflight_run", "finetune", "evaluate_run"), later=True
-    )
+    affects: ClassVar = Affects("result", read_by=("preflight_run", "finetune", "evaluate_run"))
 
     reference: Annotated[ScoredModel, SCORED] = START
     """Reference model of dpo, ipo and kto: `start` of the training, by one more forward of each
@@ -89,7 +87,7 @@ class DistillConfig(Section):
     """Training on what a teacher says of the training data (`train.objective: distill`): the loss
     of a token is T^2 KL(teacher || student) + sft_weight (-log p)."""
 
-    affects: ClassVar = Affects("result", read_by=("preflight_run", "finetune"), later=True)
+    affects: ClassVar = Affects("result", read_by=("preflight_run", "finetune"))
 
     teacher: Annotated[ScoredModel, SCORED] = "original"
     """The teacher: `original` in 16 bits, a run's name, a folder (adapter or model), or a hub id.

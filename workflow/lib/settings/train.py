@@ -13,9 +13,9 @@ from workflow.lib.settings.section_base import Name, Section, Share, label
 
 Rank = Annotated[int, Field(ge=1, le=1024)]
 OF_CALIBRATION = Affects(needs=("method", "calibrated", "auto"))
-OF_RESTARTS = Affects(later=True, needs=("lr_schedule", "cosine_with_restarts"))
-OF_STABLE = Affects(later=True, needs=("lr_schedule", "warmup_stable_decay"))
-OF_FLOAT8 = Affects(later=True, needs=("matmul_dtype", "float8", "auto"))
+OF_RESTARTS = Affects(needs=("lr_schedule", "cosine_with_restarts"))
+OF_STABLE = Affects(needs=("lr_schedule", "warmup_stable_decay"))
+OF_FLOAT8 = Affects(needs=("matmul_dtype", "float8", "auto"))
 Alpha = Annotated[float, Field(gt=0.0, le=65536.0)]
 Layers = Annotated[int, Field(ge=0, le=10_000)]
 Gib = Annotated[float, Field(gt=0.0, le=1e6)]
@@ -47,7 +47,7 @@ class ModelConfig(Section):
     revision: str | None = Field(None, min_length=1, max_length=256)
     """Hub branch, tag or commit; null = `main`. It is resolved to a commit once and recorded."""
     add_tokens: Annotated[
-        tuple[str, ...], Affects(read_by=("extend_model", "finetune", "write_card"), later=True)
+        tuple[str, ...], Affects(read_by=("extend_model", "finetune", "write_card"))
     ] = ()
     """New tokens, such as `<think>`: their rows of embedding and head are added, and trained beside
     LoRA (PEFT's `trainable_token_indices`)."""
@@ -132,7 +132,7 @@ class LoraSettings(Section):
     use_dora: bool = False
     """Train the length of every weight row separately from its direction (DoRA, arXiv 2402.09353).
     Slower, with more memory."""
-    modules_to_save: Annotated[tuple[str, ...], Affects(later=True)] = ()
+    modules_to_save: tuple[str, ...] = ()
     """Modules trained whole in fp32 (16 bytes a weight) and exported: untied `lm_head`,
     `embed_tokens`; routers of a mixture (`mlp.gate`, `mlp.router`)."""
 
@@ -165,12 +165,11 @@ class TrainConfig(Section):
         Affects(
             read_by=("preflight_run", "finetune", "evaluate_run"),
             told=("tokenize_dataset",),
-            later=True,
         ),
     ] = "sft"
     """Objective: the next token (`sft`), pairs (`dpo`, `ipo`, `simpo`, `orpo`), rated answers
     (`kto`, see `preferences`), or a teacher's predictions (see `distill`)."""
-    start_from: Annotated[str | None, Affects(read_by=("finetune",), later=True)] = Field(
+    start_from: Annotated[str | None, Affects(read_by=("finetune",))] = Field(
         None, min_length=1, max_length=4096
     )
     """Adapter to continue: a run's name, a folder (`./name` if a run has this name), or a hub id;
@@ -192,7 +191,7 @@ class TrainConfig(Section):
     """`adamw`: torch's. `adamw_8bit`: bitsandbytes', with moments in 8 bits."""
     learning_rate: float = Field(2e-4, gt=0.0, le=1.0)
     """Peak learning rate."""
-    loraplus_lr_ratio: Annotated[float | None, Affects(later=True)] = Field(None, ge=1.0, le=1000.0)
+    loraplus_lr_ratio: float | None = Field(None, ge=1.0, le=1000.0)
     """LoRA+ (arXiv 2402.12354): learning rate of LoRA's B matrices as a multiple of
     `learning_rate`; null = the same."""
     lr_schedule: Literal[
@@ -211,9 +210,7 @@ class TrainConfig(Section):
     """Final learning rate as a share of the peak (not `constant`)."""
     weight_decay: float = Field(0.0, ge=0.0, le=1.0)
     """AdamW weight decay of the adapter."""
-    router_aux_loss_coef: Annotated[float | None, Affects(later=True)] = Field(
-        None, ge=0.0, le=100.0
-    )
+    router_aux_loss_coef: float | None = Field(None, ge=0.0, le=100.0)
     """Factor of a mixture's load-balancing loss. null = config.json's if the routers are trained,
     else 0. Above 0, micro-batches change the result slightly."""
     adam_beta1: float = Field(0.9, ge=0.0, lt=1.0)
@@ -229,15 +226,13 @@ class TrainConfig(Section):
     )
     """Layers to recompute in backward: true = all, false = none, k = every k-th, 0.625 = 5 of 8;
     `auto` = the fastest that fits."""
-    matmul_dtype: Annotated[Literal["compute_dtype", "float8", "auto"], Affects(later=True)] = (
-        "compute_dtype"
-    )
+    matmul_dtype: Literal["compute_dtype", "float8", "auto"] = "compute_dtype"
     """Dtype of matmuls with frozen weights in training. `float8`: e4m3, compute capability 8.9
     (CPUs emulate it). `auto`: float8 if possible within `max_matmul_loss_rise`."""
     matmul_passes: Annotated[Literal["both", "forward", "backward"], OF_FLOAT8] = "both"
     """Passes that use `matmul_dtype`; `backward` changes the result least."""
     max_matmul_loss_rise: Annotated[
-        float, Affects("none", later=True, needs=("matmul_dtype", "float8", "auto"))
+        float, Affects("none", needs=("matmul_dtype", "float8", "auto"))
     ] = Field(0.05, ge=0.0, le=10.0)
     """The run stops if `matmul_dtype` raises the base's loss by more, nats per trained token. It is
     measured before the first step."""
@@ -252,9 +247,7 @@ class TrainConfig(Section):
     none."""
     evaluate_documents: int | None = Field(256, ge=1, le=10**9)
     """Most held-out documents to measure per source, drawn by `seed`; null = all."""
-    early_stopping_patience: Annotated[int | None, Affects(later=True)] = Field(
-        None, ge=1, le=10_000
-    )
+    early_stopping_patience: int | None = Field(None, ge=1, le=10_000)
     """Training ends after this many held-out losses without a new lowest; null = never. Needs
     `evaluate_every_steps`; `select: best` keeps the best adapter."""
     select: Literal["last", "best"] = "last"

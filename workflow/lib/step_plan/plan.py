@@ -6,7 +6,6 @@ from typing import Any, Self
 
 from pydantic import TypeAdapter
 
-from workflow.lib.step_plan.base_plan import SUPERVISED
 from workflow.lib.step_plan.memory_options import MemoryOptions
 
 
@@ -21,11 +20,7 @@ class StepPlan(MemoryOptions):
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> Self:
         """Return the plan of a JSON document; fields with a default may be missing."""
-        known = dict(document)
-        if known.get("objective") == "next_token":  # its name before there were others
-            known["objective"] = SUPERVISED
-        known.pop("saved_activations", None)  # of earlier plans; the setting is refused by now
-        return TypeAdapter(cls).validate_python(known, strict=False)
+        return TypeAdapter(cls).validate_python(document, strict=False)
 
     def changed(self, values: Mapping[str, Any]) -> Self:
         """Return the plan with other values of some fields, by name."""

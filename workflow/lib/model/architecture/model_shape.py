@@ -5,7 +5,7 @@ kind have the same tensors and operations. It knows no bytes (`planning.memory` 
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -222,10 +222,9 @@ def _sizes(linear: Linear) -> list[int]:
 
 def shape_of_document(document: Mapping[str, Any]) -> ModelShape:
     """Read the result of `ModelShape.document`; raises `KeyError` or its like."""
-    known = {entry.name for entry in fields(DecoderLayer)}
     kinds = tuple(
         DecoderLayer(
-            **{name: kind[name] for name in kind if name in known}  # earlier ones have more
+            **kind
             | {
                 "linears": tuple(Linear(path, *sizes) for path, sizes in kind["linears"].items()),
                 "vectors": tuple(kind["vectors"].items()),
