@@ -34,7 +34,8 @@ def evaluate(folder, output, settings):
     options |= {"model": folder / "base-original", "served": "merged", "run": "demo"}
     options |= {"archive": output / "archive", "log": output / "log"}
     options |= {"output": output / "evaluation", "chat_template": folder / "template.jinja"}
-    options["config"] = {"model": {}, "evaluate": settings.model_dump(mode="json")}
+    sections = {"model": {}, "train": {}, "preferences": {}}
+    options["config"] = sections | {"evaluate": settings.model_dump(mode="json")}
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     subjects = ["--subjects", *MEASURED]
     return forked_stage("evaluate_run", *subjects, environment=environment, **options)
