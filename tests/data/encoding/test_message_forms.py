@@ -84,6 +84,9 @@ def test_keys_that_the_template_reads_stay():
     for key in ("reasoning", "thinking"):
         (turn,) = messages({**ANSWER, **THOUGHT}, template_keys=[key])
         assert turn == {**ANSWER, key: "hm"}
+        value, keys = {"messages": EXCHANGE, "reasoning": "hm"}, KeyAccount(template_keys=[key])
+        row: Any = to_sample(value, format="messages", columns=DataColumns(), keys=keys)
+        assert row.messages[1] == turn
 
 
 def test_channel_that_is_none_of_harmony_is_a_label():

@@ -282,7 +282,8 @@ def _add_reasoning(messages: list[Message], row: RowParts) -> None:
                 f"assistant's; leave the column out (data.leave_out: [{name}])"
             )
         if without_tags(reasoning).strip() not in last["content"]:
-            last["reasoning_content"] = without_tags(text_of(reasoning, f"column {name!r}"))
+            key = row.keys.reasoning_key(REASONING_KEYS[0])
+            last[key] = without_tags(text_of(reasoning, f"column {name!r}"))
 
 
 def _template_kwargs(value: Values) -> dict[str, object]:
