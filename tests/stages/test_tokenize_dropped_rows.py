@@ -6,6 +6,7 @@ import pytest
 from tests.support.encoding import PLAIN_TEMPLATE
 from tests.support.tokenizing import (
     LONG,
+    NUM_HELDOUT,
     NUM_TRAIN,
     SEQ_LEN,
     documents_of,
@@ -128,7 +129,9 @@ def test_overlong_row_that_is_split_becomes_several_documents(stage):
 
 def test_row_whose_cut_leaves_nothing_trained_is_dropped(stage):
     save_rows(stage.train, [*rows(NUM_TRAIN), LONG_PROMPT])
-    store = stage.run(max_rejected_share=0.0)
+    with pytest.raises(UserError, match=r"max_rejected_share = 0.01(.|\n)*Set data.seq_len: 250,"):
+        stage.run()
+    store = stage.run(max_rejected_share=0.1)
     assert store.manifest["dropped_by_reason"] == {"no trained token within seq_len": 1}
     assert store.manifest["splits"]["train"]["truncated"] == 0
 
@@ -136,7 +139,7 @@ def test_row_whose_cut_leaves_nothing_trained_is_dropped(stage):
 def test_rows_that_are_all_too_long_are_told_with_the_reason_and_the_setting(stage):
     save_rows(stage.train, [LONG_PROMPT, LONG_PROMPT])
     with pytest.raises(UserError) as refused:
-        stage.run(max_rejected_share=0.0)
+        stage.run(max_rejected_share=1.0)
     assert "2 of them dropped (2: no trained token within seq_len; all: " in str(refused.value)
     assert str(refused.value).endswith("Give it more rows, or mend those, or raise data.seq_len.")
 
@@ -162,11 +165,21 @@ def test_what_is_read_of_a_source_and_what_is_not_is_listed(stage, caplog):
     assert f"not read: lang ({NUM_TRAIN:,}), score ({NUM_TRAIN - 1:,})" in caplog.text
 
 
-def test_rows_that_say_that_they_are_not_trained_stop_nothing(stage):
-    judged = [{**row, "label": n % 2 == 0} for n, row in enumerate(rows(NUM_TRAIN))]
-    save_rows(stage.train, judged)
-    store = stage.run()
-    assert store.manifest["dropped_by_reason"] == {"not trained": NUM_TRAIN // 2}
+@pytest.mark.parametrize("column", ["label", "weight"])
+def test_rows_that_a_named_column_leaves_out_stop_nothing(stage, column):
+    marked = [{**row, f"my_{column}": n % 2} for n, row in enumerate(rows(NUM_TRAIN))]
+    save_rows(stage.train, marked)
+    save_rows(stage.heldout, [{**row, f"my_{column}": 1} for row in rows(NUM_HELDOUT, start=1000)])
+    store = stage.run(columns={column: f"my_{column}"})
+    assert store.manifest["dropped_by_reason"] == {"not trained": NUM_TRAIN // 2 + 1}
+
+
+def test_rows_that_a_guessed_column_leaves_out_stop_the_run(stage):
+    save_rows(stage.train, [{**row, "weight": n % 2} for n, row in enumerate(rows(NUM_TRAIN))])
+    with pytest.raises(
+        UserError, match=r"27 of 53 rows (.|\n)*row 1: not trained: column 'weight'"
+    ):
+        stage.run()
 
 
 def spelled(number):

@@ -9,8 +9,9 @@ from workflow.lib.data.encoding.chat_messages import Conversation
 from workflow.lib.data.encoding.chat_template import keys_in_template
 from workflow.lib.data.encoding.keys_read import MAX_NAMES, OTHERS, KeyAccount
 from workflow.lib.data.encoding.row_formats import to_sample
-from workflow.lib.data.encoding.row_values import RowError
+from workflow.lib.data.encoding.row_values import RowError, UnwantedRowError
 from workflow.lib.settings.data import DataColumns
+from workflow.lib.system.errors import UserError
 
 QUESTION = {"role": "user", "content": "q"}
 ANSWER = {"role": "assistant", "content": "a"}
@@ -207,8 +208,6 @@ def test_question_of_weight_one_is_a_question():
         ({"train": False}, "not trained: column 'train' is False"),
         ({"weight": 0}, "not trained: column 'weight' is 0"),
         ({"metadata": {"train": False}}, "not trained: column 'train' is False"),
-        ({"label": False}, "not trained: column 'label' is False"),
-        ({"label": "False"}, "not trained: column 'label' is False"),
         ({"train": "0"}, "not trained: column 'train' is 0.0"),
         ({"sample_weight": "0.5"}, "unknown mask: the row has sample_weight = 0.5"),
         ({"weight": -0.5}, "unknown weight: the row has weight = -0.5"),
@@ -227,10 +226,30 @@ def test_flag_of_a_row_is_obeyed_or_refused(columns, reason):
     assert str(caught.value).startswith(reason)
 
 
+def labelled(label):
+    row = {"messages": [QUESTION, ANSWER], "label": label}
+    return to_sample(row, format="messages", columns=DataColumns(label="label"))
+
+
+@pytest.mark.parametrize("label", [False, "False", 0, "0"])
+def test_bad_answer_is_left_out_where_the_user_names_the_column(label):
+    with pytest.raises(UnwantedRowError, match="column 'label' says that the answer is bad"):
+        labelled(label)
+    assert labelled(True) == labelled("1")
+    with pytest.raises(RowError, match="no judgement: column 'label' is 'perhaps'"):
+        labelled("perhaps")
+
+
+@pytest.mark.parametrize("label", [False, "false"])
+def test_label_of_false_that_nobody_names_is_asked_about(label):
+    with pytest.raises(UserError, match=r"data.columns.label = null: .*or ignore it"):
+        trained({}, label=label)
+
+
 @pytest.mark.parametrize(
     "columns",
-    [{"label": True}, {"label": 0}, {"label": "0"}, {"label": "false friend"}, {"weight": 1},
-     {"weight": ""}, {"loss": None}, {"weight_kg": 70.5},
+    [{"label": True}, {"label": 0}, {"label": "no"}, {"label": "0"}, {"label": "false friend"},
+     {"weight": 1},     {"weight": ""}, {"loss": None}, {"weight_kg": 70.5},
      {"attention_mask": [1, 1]}, {"train_steps": 7}],
 )  # fmt: skip
 def test_row_that_no_flag_forbids_is_trained(columns):

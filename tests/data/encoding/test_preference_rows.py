@@ -11,7 +11,7 @@ from tests.support.rows import TOOL
 from workflow.lib.data.encoding.keys_read import KeyAccount
 from workflow.lib.data.encoding.preference_rows import begin_judged, prompt_of, to_judged
 from workflow.lib.data.encoding.row_columns import choose_format
-from workflow.lib.data.encoding.row_values import RowError, UnwantedRowError
+from workflow.lib.data.encoding.row_values import RowError
 from workflow.lib.data.encoding.sample_encoder import SampleEncoder
 from workflow.lib.settings.data import DataColumns
 
@@ -205,7 +205,7 @@ def test_rows_that_hold_no_pair_say_why(value, reason):
     ],
 )
 def test_ties_are_not_wanted_and_stop_no_run(value):
-    with pytest.raises(UnwantedRowError, match="tie: both answers have the score"):
+    with pytest.raises(RowError, match="tie: both answers have the score"):
         judged(value)
 
 

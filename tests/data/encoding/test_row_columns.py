@@ -123,7 +123,7 @@ def test_texts_of_a_tree_are_texts_if_the_user_says_so():
          {"score_chosen": "chosen_rating", "score_rejected": "rejected_rating"}),
         (["instruction", "completions"], "pairs", "ranked",
          {"prompt": "instruction", "answers": "completions"}),
-        (["prompt", "completion", "label"], "rated", "prompt_completion", {}),
+        (["prompt", "completion", "label"], "rated", "prompt_completion", {"label": "label"}),
         (["conversations", "desirable"], "rated", "messages",
          {"messages": "conversations", "label": "desirable"}),
         (["prompt", "chosen", "rejected"], "rated", "pairs", {}),

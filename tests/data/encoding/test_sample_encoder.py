@@ -17,7 +17,7 @@ from workflow.lib.data.encoding.chat_messages import Conversation
 from workflow.lib.data.encoding.chat_template import with_arguments
 from workflow.lib.data.encoding.probes import PROBES
 from workflow.lib.data.encoding.row_formats import Weighted
-from workflow.lib.data.encoding.row_values import RowError, UnwantedRowError
+from workflow.lib.data.encoding.row_values import RowError
 from workflow.lib.data.encoding.sample_encoder import SampleEncoder
 from workflow.lib.data.encoding.token_rows import TokenRow
 
@@ -175,7 +175,7 @@ def test_turn_that_changes_once_others_follow_is_trained_as_inference_sees_it(to
 def test_turn_of_weight_zero_is_not_trained(tokenizer, template):
     weighed = Conversation(CHAT, [False, False, True, False, False])
     assert trained(tokenizer, encode(tokenizer, weighed, template)) == ["Forty-two.<|end|>"]
-    with pytest.raises(UnwantedRowError, match=r"no trained token: .* last_turn trains the"):
+    with pytest.raises(RowError, match=r"no trained token: .* last_turn trains the"):
         encode(tokenizer, weighed, template, loss_on="last_turn")
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from workflow.lib.data.encoding.sample_encoder import Encoded
-from workflow.lib.data.tokens.overlong import CUT, TooLongError, tokens_needed
+from workflow.lib.data.tokens.overlong import CUT, OverlongError, TooLongError, tokens_needed
 
 
 def answer(prompt, length, *, first=100):
@@ -37,14 +37,25 @@ def test_longer_answer_of_a_pair_is_cut_first_until_both_fit(chosen, rejected, k
     ("kind", "examples", "overlong", "reason"),
     [
         ("pairs", [answer(3, 9), answer(3, 9)], "drop", "12 and 12 tokens, and one row"),
-        ("pairs", [answer(9, 9), answer(9, 9, first=200)], "truncate", "no trained token within"),
-        ("pairs", [answer(3, 9), answer(3, 8)], "truncate", "equal within seq_len"),
+        (
+            "pairs",
+            [answer(9, 9), answer(9, 8, first=200)],
+            "truncate",
+            "9 tokens come before the first; chosen and rejected share a row of data.seq_len = 17 "
+            "tokens, so each keeps 8; data.seq_len: 35 holds it",
+        ),
+        ("pairs", [answer(3, 9), answer(3, 8)], "truncate", "and begin alike for 8; .* 23 holds"),
         ("rated", [answer(3, 6)], "drop", "9 tokens, and a rated answer may take half a row"),
-        ("rated", [answer(8, 1)], "truncate", "no trained token within seq_len"),
+        (
+            "rated",
+            [answer(8, 1)],
+            "truncate",
+            "two answers share .* each keeps 8; data.seq_len: 18",
+        ),
     ],
 )
 def test_example_of_which_nothing_is_left_to_compare_is_dropped(kind, examples, overlong, reason):
-    with pytest.raises(TooLongError, match=reason):
+    with pytest.raises(OverlongError if overlong == "drop" else TooLongError, match=reason):
         CUT[kind](examples, seq_len=17, overlong=overlong)
 
 

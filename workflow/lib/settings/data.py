@@ -74,8 +74,9 @@ class DataColumns(Section):
     ranked)."""
     score: str = "score"
     """Key of an answer's score (higher is better) or `rank` (lower is better) (format ranked)."""
-    label: str = "label"
-    """Column with true for a good answer and false for a bad one (objective kto)."""
+    label: str | None = None
+    """Column with true for a good answer and false for a bad one; null = `label` (objective kto).
+    Supervised training leaves out bad answers if it is named."""
 
     @model_validator(mode="after")
     def _roles_have_columns_of_their_own(self) -> "DataColumns":
@@ -219,7 +220,8 @@ class DataConfig(Section):
     """Least similarity of near-duplicates: common runs of six words over the runs of both texts, at
     equal length; 1 = the same words."""
     max_rejected_share: Annotated[Share, Affects("none")] = 0.01
-    """The run stops above this share of unusable rows (broken, empty, of wrong type)."""
+    """The run stops above this share of dropped rows, for any reason but a setting that names them:
+    `columns.label`, `columns.weight`, `overlong: drop`."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Seed of the held-out split and of the packing order."""
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from workflow.lib.data.encoding.row_values import EMPTY, RowError, UnwantedRowError
 from workflow.lib.data.reading.chunks import PREVIEW_CHARS, Values, printable
+from workflow.lib.system.errors import setting_error
 
 # 1 and true: trained.
 TRAINS = {"train", "training", "trainable", "trained", "is_trained", "loss", "loss_mask"}
@@ -27,8 +28,12 @@ SMALLEST, LARGEST = 1e-15, 1e15
 HIDES = {"masked", "is_masked", "no_loss", "ignore_loss"}
 UNCLEAR = {"mask"}
 FLAGS = TRAINS | WEIGHTS | HIDES | UNCLEAR
-# Of a rated answer (KTO): true or false; classes, which are numbers or words, are no label.
+# The usual column of a rated answer (KTO).
 LABEL = "label"
+TRUE_AND_FALSE = {
+    **dict.fromkeys(("true", "1", "1.0"), True),
+    **dict.fromkeys(("false", "0", "0.0"), False),
+}
 MASKS = {"mask", "masks", "masked"}
 SCALES = {"weight", "weights"}
 WORDS = {
@@ -231,7 +236,7 @@ class KeyAccount:
         shape = self._shapes.get((place.name, *item)) or self._learn(place, item)
         for key in shape.unread:
             value = item[key]
-            if value not in EMPTY and not (key == LABEL and not place.name and _is_bool(value)):
+            if value not in EMPTY:
                 self._check(place, key, value, where)
                 self.count(place, key)
         if place.passed and shape.unread:
@@ -322,10 +327,6 @@ def _label(place: str, key: str) -> str:
     return printable(key[:MAX_NAME_CHARS]) + (f" ({place})" if place else "")
 
 
-def _is_bool(value: Any) -> bool:
-    return isinstance(flag_value(value), bool)
-
-
 def holds_text(value: Any) -> bool:
     """Tell whether somebody may have written a value: a text that is no label, or a list or an
     object with a text in it."""
@@ -335,21 +336,45 @@ def holds_text(value: Any) -> bool:
     return any(isinstance(item, str) or holds_text(item) for item in items)
 
 
-def row_weight(shape: Shape, value: Values, *, column: str, label: str | None = None) -> float:
-    """Return the weight of a row, not 0; `column`: beside known names; label: false for a bad
-    answer. In objects about anything only true and false count. Raises `RowError` if it is not
-    trained, or unreadable."""
-    if label is not None and _is_bool(value.get(label)) and not flag_value(value[label]):
-        raise UnwantedRowError(
-            f"not trained: column {label!r} is False, so the answer is a bad one"
+def judgement(value: Values, name: str) -> bool:
+    """Return whether the answer of a row is good, by the column `name`."""
+    label = value.get(name)
+    known = TRUE_AND_FALSE.get(str(label).strip().lower()) if name in value else None
+    if known is None:
+        has = f"is {label!r}" if name in value else "is missing"
+        raise RowError(f"no judgement: column {name!r} {has}, known are true and false (or 1, 0)")
+    return known
+
+
+def check_label(shape: Shape, value: Values, *, label: str | None) -> None:
+    """Leave out a row of a bad answer, by the column `label` that the user named. Raises
+    `UserError` at a label of false that nobody named: it may be a judgement, or the task's."""
+    if label is not None:
+        if not judgement(value, label):
+            raise UnwantedRowError(f"not trained: column {label!r} says that the answer is bad")
+    elif LABEL in shape.unread and flag_value(value.get(LABEL)) is False:
+        raise setting_error(
+            "data.columns.label",
+            None,
+            f"a row has {LABEL} = {value[LABEL]!r}, which may say that its answer is bad, or be a "
+            "part of the task",
+            f"Name the column to leave out rows of bad answers (data.columns: {{label: {LABEL}}}), "
+            f"or ignore it (data.leave_out: [{LABEL}])",
         )
+
+
+def row_weight(shape: Shape, value: Values, *, column: str) -> float:
+    """Return the weight of a row, not 0; `column`: beside known names. In objects about anything
+    only true and false count. Raises `RowError` if it is not trained, or unreadable."""
     flags = flags_of(value, shape.flags, ())
     flags += [f for f in flags_of(value, (), shape.unread) if isinstance(f.value, bool)]
     product = 1.0
     for flag in flags:
         product *= flag_weight(flag, "the row", weights={*WEIGHTS, column})
         if not product:
-            raise UnwantedRowError(f"not trained: column {flag.key!r} is {flag.value!r}")
+            is_named = flag.key == column and column not in WEIGHTS
+            error = UnwantedRowError if is_named else RowError
+            raise error(f"not trained: column {flag.key!r} is {flag.value!r}")
     return product
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from workflow.lib.data.encoding.chat_messages import Conversation, as_prefix
-from workflow.lib.data.encoding.keys_read import KeyAccount, Place, row_weight
+from workflow.lib.data.encoding.keys_read import LABEL, KeyAccount, Place, judgement, row_weight
 from workflow.lib.data.encoding.message_forms import Message, is_transcript, read_transcript
 from workflow.lib.data.encoding.row_columns import PAIRS
 from workflow.lib.data.encoding.row_formats import (
@@ -33,7 +33,6 @@ from workflow.lib.data.encoding.row_formats import (
 from workflow.lib.data.encoding.row_values import (
     EMPTY,
     RowError,
-    UnwantedRowError,
     json_value,
     kind,
 )
@@ -48,10 +47,6 @@ ANSWER_KEYS = ("response", "answer", "completion", "text", "content", "messages"
 # Keys of an answer's score, tried in this order; a lower rank is better.
 SCORE_KEYS = ("score", "rating", "fine-grained_score", "overall_score")
 RANK = "rank"
-TRUE_AND_FALSE = {
-    **dict.fromkeys(("true", "1", "1.0"), True),
-    **dict.fromkeys(("false", "0", "0.0"), False),
-}
 
 Turns = tuple[list[Message], list[float]]
 """Messages, and the weight of each in the loss."""
@@ -69,9 +64,9 @@ class Judged:
 @cache
 def judged_place(format: Format, columns: DataColumns) -> Place:
     place = row_place(format, columns)
-    more = {columns.label}
+    more = {columns.label or LABEL}
     if format in PAIRS:
-        more = {columns.input} if columns.prompt == columns.instruction else set[str]()
+        more |= {columns.input} if columns.prompt == columns.instruction else set[str]()
     return replace(place, read=place.read | more)
 
 
@@ -87,7 +82,7 @@ def to_judged(
         answers = _pair(row, *READ_PAIR[format](row))
         judged = Judged(answers, [True, False] if rated else None)
     else:
-        desirable = _label(value, columns.label)
+        desirable = judgement(value, columns.label or LABEL)
         judged = Judged([_judged_answer(row, format)], [desirable])
     if weight != 1 or any(answer.weights is not None for answer in judged.answers):
         raise RowError(
@@ -110,15 +105,6 @@ def _judged_answer(row: RowParts, format: Format) -> Conversation:
     if not any(trained):
         raise RowError("no answer: a user's turn is the last, or the one behind it is not trained")
     return replace(conversation, trained=trained)
-
-
-def _label(value: Values, name: str) -> bool:
-    given = value.get(name)
-    known = TRUE_AND_FALSE.get(str(given).strip().lower()) if name in value else None
-    if known is None:
-        has = f"is {given!r}" if name in value else "is missing"
-        raise RowError(f"no judgement: column {name!r} {has}, known are true and false (or 1, 0)")
-    return known
 
 
 def _sides(row: RowParts) -> tuple[Turns, Turns]:
@@ -198,7 +184,7 @@ def _number(given: Any, what: str) -> float:
 
 def _check_no_tie(better: float, worse: float) -> None:
     if better == worse:
-        raise UnwantedRowError(f"tie: both answers have the score {better:g}")
+        raise RowError(f"tie: both answers have the score {better:g}")
 
 
 def _side(row: RowParts, answer: Any, what: str) -> Turns:

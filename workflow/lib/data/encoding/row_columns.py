@@ -7,6 +7,7 @@ import difflib
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from workflow.lib.data.encoding.keys_read import LABEL
 from workflow.lib.data.reading.chunks import printable
 from workflow.lib.settings.data import DataColumns, Format
 from workflow.lib.settings.objectives import Examples
@@ -81,7 +82,7 @@ PAIR_NAMES: dict[tuple[str, ...], tuple[tuple[str, ...], ...]] = {
     ),
     ("answers",): (("completions",),),
 }
-LABEL_NAMES = {("label",): (("desirable",), ("is_desirable",))}
+LABEL_NAMES = {("label",): ((LABEL,), ("desirable",), ("is_desirable",))}
 # Columns with several names among publishers; the first present one, unless the user names one.
 SYSTEM_NAMES = ("system", "system_prompt", "system_message")
 TOOLS_NAMES = ("tools", "functions")
@@ -255,6 +256,6 @@ def _fits(
 
 
 def _wanted(name: Format, columns: DataColumns, examples: Examples) -> str:
-    wanted = ", ".join(getattr(columns, key) for key in _needed(name, examples))
+    wanted = ", ".join(getattr(columns, key) or key for key in _needed(name, examples))
     targets = " or ".join(getattr(columns, key) for key in TARGETS)
     return f"{wanted} with {targets}" if name == "tokens" else wanted

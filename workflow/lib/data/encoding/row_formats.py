@@ -21,11 +21,11 @@ from workflow.lib.data.encoding.chat_messages import (
 )
 from workflow.lib.data.encoding.keys_read import (
     FLAGS,
-    LABEL,
     REASONING_KEYS,
     KeyAccount,
     Place,
     Shape,
+    check_label,
     row_weight,
 )
 from workflow.lib.data.encoding.message_forms import (
@@ -45,7 +45,6 @@ from workflow.lib.data.encoding.row_columns import (
 from workflow.lib.data.encoding.row_values import (
     EMPTY,
     RowError,
-    UnwantedRowError,
     check_json,
     json_value,
     kind,
@@ -108,7 +107,7 @@ def row_place(format: Format, columns: DataColumns) -> Place:
         optional = {*system_columns(columns), *tools_columns(columns), columns.history}
         optional |= {ARGUMENTS_COLUMN, *SWITCHES}
         optional |= set() if format in WITHOUT_REASONING else {*REASONING_KEYS}
-    names |= {columns.label} - {LABEL}  # not read as a label without ratings
+    names |= set() if columns.label is None else {columns.label}
     flags = frozenset({*FLAGS, columns.weight})
     return Place("", frozenset(names | optional), frozenset(optional), flags=flags)
 
@@ -121,7 +120,8 @@ def to_sample(
     that is not read changes what should be trained."""
     keys = keys or KeyAccount()
     value, shape = keys.take(row_place(format, columns), value, "the row")
-    weight = row_weight(shape, value, column=columns.weight, label=columns.label)
+    check_label(shape, value, label=columns.label)
+    weight = row_weight(shape, value, column=columns.weight)
     sample = READ[format](row_parts(value, shape, format=format, columns=columns, keys=keys))
     return sample if weight == 1 else Weighted(sample, weight)
 
@@ -207,7 +207,7 @@ def check_has_answer(messages: list[Message], weights: list[float]) -> None:
     if not any(message["role"] == "assistant" for message in messages):
         raise RowError("no assistant turn")
     if not any(weights):
-        raise UnwantedRowError("no trained token: no assistant turn may be trained, as flags say")
+        raise RowError("no trained token: no assistant turn may be trained, as flags say")
 
 
 def whole_conversation(

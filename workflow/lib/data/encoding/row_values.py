@@ -17,7 +17,7 @@ class RowError(ValueError):
 
 
 class UnwantedRowError(RowError):
-    """A usable row that is not wanted: by its own flags, or longer than the settings allow."""
+    """A usable row that a setting leaves out; `data.max_rejected_share` does not count it."""
 
 
 def kind(value: Any) -> str:

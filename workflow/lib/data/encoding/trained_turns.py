@@ -19,7 +19,7 @@ from workflow.lib.data.encoding.chat_template import ChatTemplate, Spans
 from workflow.lib.data.encoding.message_forms import Message
 from workflow.lib.data.encoding.probes import NEXT_TURNS, PROBE
 from workflow.lib.data.encoding.rendered_texts import RenderedTexts, Turn, TurnText
-from workflow.lib.data.encoding.row_values import RowError, UnwantedRowError, map_texts, texts_of
+from workflow.lib.data.encoding.row_values import RowError, map_texts, texts_of
 from workflow.lib.data.encoding.safe_encoder import SafeEncoder
 from workflow.lib.data.encoding.template_texts import without_reasoning
 from workflow.lib.data.encoding.turn_openings import OPENED, ReasoningClosedError, TurnOpenings
@@ -127,7 +127,7 @@ class TurnRenderer:
             return turns
         roles = [message["role"] for message in conversation.messages]
         if "assistant" in roles[turns[-1] + 1 :]:
-            raise UnwantedRowError(
+            raise RowError(
                 "no trained token: data.loss_on = last_turn trains the last assistant turn alone, "
                 "and that is marked not to be trained"
             )

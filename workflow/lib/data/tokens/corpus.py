@@ -3,8 +3,7 @@
 One process reads the files and hands out chunks of bytes; all others parse and encode them into
 shards of the work folder. Chunks with a finished shard are skipped, so a killed run loses only the
 chunks in work. A row is *unusable* if it is broken, empty or of a wrong type; too many of them stop
-the run. A row that is only too long is dropped or cut as `data.overlong` says, and does not stop
-the run."""
+the run. So does any other drop that no setting asks for; a row that is only too long is cut."""
 
 from array import array
 from collections import Counter
@@ -25,6 +24,7 @@ from workflow.lib.data.reading.chunks import NOT_UTF8, Chunk, Row
 from workflow.lib.data.reading.data_file import read_chunks
 from workflow.lib.data.reading.sources import Source
 from workflow.lib.data.tokens.encoded_shards import (
+    FIRST_REASONS,
     Shard,
     ShardFacts,
     encode_rows,
@@ -47,7 +47,6 @@ MAX_SHARE = 0.05  # of a file's rows; texts about chat templates are rarer in pu
 ENOUGH_ROWS = 2000  # a file is judged before its end from here on
 
 
-FIRST_REASONS = 5  # unusable rows that an error message quotes
 FEW_CHUNKS = 4  # 4,000 rows or 16 MiB at most: no time is won by sharing them
 
 
@@ -86,6 +85,7 @@ class FileRows:
     counts: Counter[str] = field(default_factory=Counter)
     """Rows by `ROW_COUNTS`."""
     first_reasons: list[str] = field(default_factory=list)
+    needed_tokens: int = 0
     columns: dict[str, None] = field(default_factory=dict)
     """Columns that were read, in order of appearance."""
     not_read: Counter[str] = field(default_factory=Counter)
@@ -102,8 +102,8 @@ class FileRows:
         self.columns |= dict.fromkeys(facts.columns)
         self.not_read.update(facts.not_read)
         self.dropped_by_reason.update(reason_kind(r["reason"]) for r in facts.rejects)
-        room = FIRST_REASONS - len(self.first_reasons)
-        self.first_reasons += [f"row {r['row']}: {r['reason']}" for r in facts.rejects[:room]]
+        self.first_reasons += facts.first_reasons[: FIRST_REASONS - len(self.first_reasons)]
+        self.needed_tokens = max(self.needed_tokens, facts.needed_tokens)
 
 
 @dataclass
@@ -239,19 +239,21 @@ def list_rows(corpus: Corpus, listing: Listing) -> npt.NDArray[np.int64]:
 
 
 def check_rejected_share(corpora: Iterable[Corpus], *, largest: float, rejects: Path) -> None:
-    """Raise `UserError` if more than the share `largest` of rows is unusable (`rejects`)."""
+    """Raise `UserError` if more than the share `largest` of a file's rows is dropped (`rejects`),
+    without those that a setting names."""
     for file in (file for corpus in corpora for file in corpus.files):
         unusable = file.counts["unusable"]
         share = unusable / max(1, file.rows_read)
         if share > largest:
             encoded = any(NOT_UTF8 in reason for reason in file.first_reasons)
             save = "Save the file as UTF-8 (iconv -f WINDOWS-1252 -t UTF-8), mend"
-            convert = save if encoded else "Mend"
+            longer = f"Set data.seq_len: {file.needed_tokens}, which holds those too long, mend"
+            convert = save if encoded else longer if file.needed_tokens else "Mend"
             raise setting_error(
                 "data.max_rejected_share",
                 largest,
-                f"{unusable} of {file.rows_read} rows of {file.file} are unusable "
-                f"({share:.1%}).\n  "
+                f"{unusable} of {file.rows_read} rows of {file.file} would be "
+                f"dropped ({share:.1%}).\n  "
                 + "\n  ".join(file.first_reasons)
                 + f"\nAll of them, with reasons: {rejects}",
                 f"{convert} the rows, or raise the share",

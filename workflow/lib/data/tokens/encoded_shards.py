@@ -23,12 +23,12 @@ from workflow.lib.data.encoding.preference_rows import prompt_of
 from workflow.lib.data.encoding.row_values import RowError, UnwantedRowError, kind
 from workflow.lib.data.encoding.sample_encoder import Encoded, Note
 from workflow.lib.data.reading.chunks import BrokenRow, Row, Values
-from workflow.lib.data.tokens.overlong import CUT, Overlong, tokens_needed
+from workflow.lib.data.tokens.overlong import CUT, Overlong, TooLongError, tokens_needed
 from workflow.lib.data.tokens.work_folder import Line
 from workflow.lib.settings.objectives import Examples
 from workflow.lib.system.files import read_checked_json, write_checked_json
 
-SHARD_VERSION = 10  # raise it when the same chunk and settings give another shard
+SHARD_VERSION = 11  # raise it when the same chunk and settings give another shard
 # Rows that are rendered before they are tokenized: both are faster in one stretch.
 ROWS_BEGUN = 64
 DIGEST_BYTES = 8  # 64 bits: at 10^8 documents an accidental pair has a chance of 1 in 4,000
@@ -50,8 +50,10 @@ TABLE = np.dtype(
 )
 
 
-# Rows that are counted: unusable ones; those whose text spells a special token, encoded as text;
-# those with turns as examples of their own (`SampleEncoder`); those with a note.
+FIRST_REASONS = 5  # unusable rows that an error message quotes
+# Rows that are counted: unusable ones (dropped, and no setting names them); those whose text spells
+# a special token, encoded as text; those with turns as examples of their own (`SampleEncoder`);
+# those with a note.
 ROW_COUNTS = ("unusable", "special_token_texts", "rows_by_turns", *get_args(Note))
 
 
@@ -71,6 +73,8 @@ class ShardFacts:
     rejects: list[Line] = field(default_factory=list)
     """Lines of `rejects.jsonl`, without the file; `cuts`: of `truncated.jsonl`."""
     cuts: list[Line] = field(default_factory=list)
+    first_reasons: list[str] = field(default_factory=list)  # of unusable rows
+    needed_tokens: int = 0  # `seq_len` that holds all rows of which nothing could be trained
     columns: list[str] = field(default_factory=list)
     """As `not_read`: `KeyAccount.report`."""
     not_read: dict[str, int] = field(default_factory=dict)
@@ -99,8 +103,16 @@ class ShardBuilder:
             dropped = {"row": row.number, "reason": str(error), "preview": row.preview}
             self.facts.dropped.append(self.facts.rows_read)
             self.facts.rejects.append(dropped)
-            self.facts.counts["unusable"] += not isinstance(error, UnwantedRowError)
+            if not isinstance(error, UnwantedRowError):
+                self._count_unusable(row.number, error)
         self.facts.rows_read += 1
+
+    def _count_unusable(self, number: int, error: RowError) -> None:
+        self.facts.counts["unusable"] += 1
+        if len(self.facts.first_reasons) < FIRST_REASONS:
+            self.facts.first_reasons.append(f"row {number}: {error}")
+        if isinstance(error, TooLongError):
+            self.facts.needed_tokens = max(self.facts.needed_tokens, error.needed)
 
     def _keep(self, number: int, examples: list[Encoded], group: int) -> None:
         full = tokens_needed(examples, self._examples)

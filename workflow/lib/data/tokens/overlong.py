@@ -9,15 +9,23 @@ from typing import Literal
 
 import numpy as np
 
-from workflow.lib.data.encoding.row_values import UnwantedRowError
+from workflow.lib.data.encoding.row_values import RowError, UnwantedRowError
 from workflow.lib.data.encoding.sample_encoder import Encoded
 from workflow.lib.settings.objectives import Examples
 
 Overlong = Literal["truncate", "split", "drop"]
 
 
-class TooLongError(UnwantedRowError):
-    """A usable row that does not fit into `seq_len`."""
+class OverlongError(UnwantedRowError):
+    """A row longer than `seq_len`, which `data.overlong: drop` leaves out."""
+
+
+class TooLongError(RowError):
+    """A row of which nothing could be trained within `seq_len`. needed: tokens that hold it."""
+
+    def __init__(self, reason: str, *, needed: int) -> None:
+        super().__init__(f"{reason}; data.seq_len: {needed} holds it")
+        self.needed = needed
 
 
 def tokens_needed(examples: Sequence[Encoded], kind: Examples) -> int:
@@ -27,7 +35,8 @@ def tokens_needed(examples: Sequence[Encoded], kind: Examples) -> int:
 
 
 def _texts(examples: Sequence[Encoded], *, seq_len: int, overlong: Overlong) -> list[Encoded]:
-    """Cut each by itself. Raises `TooLongError` if none is left, or one must be dropped."""
+    """Cut each by itself. Raises `TooLongError` if none is left, `OverlongError` if one must be
+    dropped."""
     pieces: list[Encoded] = []
     failure: TooLongError | None = None
     for encoded in examples:
@@ -35,7 +44,7 @@ def _texts(examples: Sequence[Encoded], *, seq_len: int, overlong: Overlong) -> 
             pieces += cut_to_length(encoded, seq_len=seq_len, overlong=overlong)
         except TooLongError as error:
             failure = error
-    if failure is not None and (not pieces or overlong == "drop"):
+    if failure is not None and not pieces:
         raise failure
     return pieces
 
@@ -43,33 +52,31 @@ def _texts(examples: Sequence[Encoded], *, seq_len: int, overlong: Overlong) -> 
 def _pair(examples: Sequence[Encoded], *, seq_len: int, overlong: Overlong) -> list[Encoded]:
     lengths = [len(encoded.ids) for encoded in examples]
     if sum(lengths) > seq_len and overlong == "drop":
-        raise TooLongError(
+        raise OverlongError(
             f"overlong: chosen and rejected have {lengths[0]} and {lengths[1]} tokens, and one row "
             f"(seq_len = {seq_len}) holds both"
         )
     longest = max(seq_len // 2, seq_len - min(lengths))
-    chosen, rejected = (
-        piece
+    share = f"chosen and rejected share a row of data.seq_len = {seq_len} tokens"
+    pair = [
+        cut(encoded, longest, needed=sum(lengths), why=f"{share}, so each keeps {longest}")
         for encoded in examples
-        for piece in cut_to_length(encoded, seq_len=longest, overlong="truncate")
-    )
-    if np.array_equal(chosen.ids, rejected.ids):
-        raise TooLongError(f"equal within seq_len: both answers begin alike for {longest} tokens")
-    return [chosen, rejected]
+    ]
+    if np.array_equal(pair[0].ids, pair[1].ids):
+        reason = f"equal within seq_len: {share}, and begin alike for {longest}"
+        raise TooLongError(reason, needed=sum(lengths))
+    return pair
 
 
 def _rated(examples: Sequence[Encoded], *, seq_len: int, overlong: Overlong) -> list[Encoded]:
     half, longest = seq_len // 2, max(len(encoded.ids) for encoded in examples)
     if longest > half and overlong == "drop":
-        raise TooLongError(
+        raise OverlongError(
             f"overlong: {longest} tokens, and a rated answer may take half a row (seq_len = "
             f"{seq_len})"
         )
-    return [
-        piece
-        for encoded in examples
-        for piece in cut_to_length(encoded, seq_len=half, overlong="truncate")
-    ]
+    share = f"two answers share a row of data.seq_len = {seq_len} tokens, so each keeps {half}"
+    return [cut(encoded, half, needed=2 * longest, why=share) for encoded in examples]
 
 
 CUT: dict[Examples, Callable[..., list[Encoded]]] = {
@@ -81,28 +88,38 @@ CUT: dict[Examples, Callable[..., list[Encoded]]] = {
 
 def cut_to_length(encoded: Encoded, *, seq_len: int, overlong: Overlong) -> list[Encoded]:
     """Return a row's documents of at most `seq_len` tokens: one, or with `split` all that train a
-    token (no first token is a target). Raises `TooLongError` if there is none."""
-    ids, mask, weights = encoded.ids, encoded.mask, encoded.weights
-    if len(ids) <= seq_len:
+    token. Raises `TooLongError` if there is none, `OverlongError` if it must be dropped."""
+    length = len(encoded.ids)
+    if length <= seq_len:
         return [encoded]
     if overlong == "drop":
-        raise TooLongError(f"overlong: {len(ids)} tokens, seq_len is {seq_len}")
-    starts = range(0, len(ids), seq_len) if overlong == "split" else range(1)
-    parts = [slice(start, start + seq_len) for start in starts]
-    pieces = [
-        replace(
-            encoded,
-            ids=ids[part],
-            mask=mask[part].copy(),
-            weights=None if weights is None else weights[part].copy(),
-        )
-        for part in parts
-    ]
-    for piece in pieces:
-        piece.mask[0] = False
-        if piece.weights is not None:
-            piece.weights[0] = 0.0
+        raise OverlongError(f"overlong: {length} tokens, seq_len is {seq_len}")
+    if overlong == "truncate":
+        return [cut(encoded, seq_len, needed=length, why=f"data.seq_len is {seq_len}")]
+    pieces = [part_of(encoded, start, start + seq_len) for start in range(0, length, seq_len)]
     trained_pieces = [piece for piece in pieces if piece.mask.any()]
     if not trained_pieces:
-        raise TooLongError(f"no trained token within seq_len: {len(ids)} tokens in all")
+        raise TooLongError("no trained token within seq_len: in no part", needed=length)
     return trained_pieces
+
+
+def cut(encoded: Encoded, length: int, *, needed: int, why: str) -> Encoded:
+    """Return the first `length` tokens. Raises `TooLongError` if none of them is trained, which
+    tells `why` there are so few, and the tokens `needed`."""
+    piece = part_of(encoded, 0, length)
+    if not piece.mask.any():
+        prompt = int(encoded.mask.argmax())
+        reason = f"no trained token within seq_len: {prompt} tokens come before the first; {why}"
+        raise TooLongError(reason, needed=needed)
+    return piece
+
+
+def part_of(encoded: Encoded, start: int, stop: int) -> Encoded:
+    """Return the tokens [start, stop), of which the first is no target."""
+    part = slice(start, stop)
+    weights = None if encoded.weights is None else encoded.weights[part].copy()
+    piece = replace(encoded, ids=encoded.ids[part], mask=encoded.mask[part].copy(), weights=weights)
+    piece.mask[0] = False
+    if weights is not None:
+        weights[0] = 0.0
+    return piece
