@@ -291,7 +291,7 @@ def prepare_splits(
     if examples == "rated":
         check_both_judgements(train)
         train, heldout = (
-            with_neighbours(split, seq_len=settings.seq_len, work=work)
+            with_neighbours(split, seq_len=settings.seq_len, work=work, train=train)
             for split in (train, heldout)
         )
     repeated = {

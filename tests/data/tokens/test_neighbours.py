@@ -39,10 +39,22 @@ def test_neighbours_answer_is_cut_to_the_room_that_is_left_in_a_row(tmp_path):
         "train",
         [words.conversation(("a b", "c")), words.conversation(("d", "e f g h i j k"))],
     )
-    paired = with_neighbours(split, seq_len=12, work=tmp_path)
+    paired = with_neighbours(split, seq_len=12, work=tmp_path, train=split)
     documents = [(ids.tolist(), mask.astype(int).tolist()) for ids, mask in paired]
     # 0 begins and ends every turn; words are numbered from 1
     assert documents[:2] == [
         ([0, 1, 2, 0, 3, 0], [0, 0, 0, 0, 1, 1]),
         ([0, 1, 2, 0, 5, 6], [0, 0, 0, 0, 1, 1]),
     ]
+
+
+def test_held_out_answers_of_one_prompt_have_neighbours_of_the_training_rows(tmp_path):
+    words = Words()
+    train = [words.conversation(("a", "b")), words.conversation(("c", "d"))]
+    heldout = [words.conversation(("a", "e")), words.conversation(("a", "f"))]
+    splits = [split_of(tmp_path, name, x) for name, x in (("train", train), ("heldout", heldout))]
+    paired = with_neighbours(splits[1], seq_len=12, work=tmp_path, train=splits[0])
+    answers = [ids[mask].tolist() for ids, mask in paired]
+    (d,) = {tuple(answer) for answer in answers[1::2]}
+    ids, mask = train[1]
+    assert d == tuple(ids[mask])

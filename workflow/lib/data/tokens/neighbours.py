@@ -2,8 +2,10 @@
 
 KTO estimates from the neighbours how far the model is from its reference (Ethayarajh et al., arXiv
 2402.01306, sec. 4.1). The neighbour's answer is the split's next one of another row and prompt that
-differs; the first row follows the last. It depends on the data alone."""
+differs; the first row follows the last. If a split has none, as a small held-out one, it is an
+answer of the training rows. It depends on the data alone."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,32 +21,46 @@ from workflow.lib.system.errors import UserError
 Integers = npt.NDArray[np.int64]
 
 
-def with_neighbours(split: Split, *, seq_len: int, work: Path) -> Split:
-    """Return the split with a neighbour after each document, both at most `seq_len` tokens. Writes
-    shards of the folder `work`. Raises `UserError` if an answer has no neighbour."""
-    numbers = split.chosen.astype(np.int64)
-    digests = np.empty((2, len(numbers)), dtype=np.uint64)
-    for place, (ids, mask) in enumerate(split.documents[number] for number in numbers.tolist()):
-        prompt = prompt_of(ids, mask)
-        digests[:, place] = [digest(x.tobytes()) for x in (prompt, ids[len(prompt) :])]
-    following = next_others(split.documents.ordinals[numbers], *digests)
-    if (following < 0).any():
-        file, row = split.origin(int(numbers[np.argmin(following)]))
-        raise UserError(
-            f"data.{split.name}: row {row} of {file} finds no other answer to another prompt in "
-            "its split, and KTO needs the same prompt with such an answer. Give it rows of more "
-            "prompts, or set train.objective to sft."
-        )
+def with_neighbours(split: Split, *, seq_len: int, work: Path, train: Split) -> Split:
+    """Return the split with a neighbour after each document, both at most `seq_len` tokens. An
+    answer without one in its split has one of `train`. Writes shards of the folder `work`. Raises
+    `UserError` if an answer has no neighbour."""
+    prompts, answers = _digests(split)
+    following = next_others(split.documents.ordinals[split.chosen], prompts, answers)
+    others = [(split.documents, int(split.chosen[place])) for place in following]
+    lacking = np.flatnonzero(following < 0)
+    train_prompts, train_answers = _digests(train if len(lacking) else split)
+    for place in lacking.tolist():
+        fitting = (train_prompts != prompts[place]) & (train_answers != answers[place])
+        if not fitting.any():
+            file, row = split.origin(int(split.chosen[place]))
+            raise UserError(
+                f"data.{split.name}: row {row} of {file} finds no other answer to another prompt, "
+                "and KTO needs the same prompt with such an answer. Give it rows of more prompts, "
+                "or set train.objective to sft."
+            )
+        drawn = np.flatnonzero(fitting)[place % int(fitting.sum())]
+        others[place] = train.documents, int(train.chosen[drawn])
     shards: list[Shard] = []
     first = 0
     for shard, chosen in split.documents.by_shard(split.chosen):
-        others = numbers[following[first : first + len(chosen)]]
+        beside = others[first : first + len(chosen)]
         stem = work / f"{split.name}-neighbours-{len(shards):05d}"
-        shards.append(_write_shard(split.documents, shard, chosen, others, seq_len, stem))
+        shards.append(_write_shard(split.documents, shard, chosen, beside, seq_len, stem))
         first += len(chosen)
     documents = collect_documents(shards, folder=work, name=f"{split.name}-neighbours")
     chosen = np.arange(len(documents), dtype=np.uint32)
     return replace(split, documents=documents, chosen=chosen, examples="rated")
+
+
+def _digests(split: Split) -> npt.NDArray[np.uint64]:
+    """Return the digests of a split's prompts and answers (2, documents)."""
+    digests = np.empty((2, len(split.chosen)), dtype=np.uint64)
+    for place, number in enumerate(split.chosen.tolist()):
+        ids, mask = split.documents[number]
+        prompt = prompt_of(ids, mask)
+        digests[:, place] = [digest(x.tobytes()) for x in (prompt, ids[len(prompt) :])]
+    return digests
 
 
 def next_others(
@@ -81,7 +97,7 @@ def _write_shard(
     documents: Documents,
     number: int,
     chosen: npt.NDArray[np.uint32],
-    others: Integers,
+    others: Sequence[tuple[Documents, int]],
     seq_len: int,
     stem: Path,
 ) -> Shard:
@@ -89,8 +105,11 @@ def _write_shard(
     source = documents.shards[number]
     rows = source.table()[chosen - documents.shard_offsets[number]]
     ids, masks, table = [], [], np.repeat(rows, 2).astype(TABLE)
-    for place, pair in enumerate(zip(chosen.tolist(), others.tolist(), strict=True)):
-        (own, mask), (other, other_mask) = (documents[n] for n in pair)
+    for place, (number_of_own, (source_of_other, number_of_other)) in enumerate(
+        zip(chosen.tolist(), others, strict=True)
+    ):
+        own, mask = documents[number_of_own]
+        other, other_mask = source_of_other[number_of_other]
         prompt, answer = prompt_of(own, mask), slice(len(prompt_of(other, other_mask)), None)
         room = slice(seq_len - len(own))
         ids += [own, np.concatenate([prompt, other[answer]])[room]]
