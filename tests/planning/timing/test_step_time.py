@@ -78,6 +78,13 @@ def test_loss_counts_trained_tokens_and_the_update_once_a_step():
     assert (found["loss"], found["update"]) == (pytest.approx(0.25), pytest.approx(0.25))
 
 
+def test_forward_passes_of_a_reference_take_forward_and_loss_again():
+    seconds = {passes: parts(plan=replace(GRAPHED, forward_passes=passes)) for passes in (1, 3)}
+    more = {phase: amounts for phase, amounts in WORK.phases.items() if phase == "forward"}
+    forward_s = parts(Work(more))["matmuls"]
+    assert seconds[3]["matmuls"] - seconds[1]["matmuls"] == pytest.approx(2 * forward_s)
+
+
 def test_seconds_of_a_sum_with_factors_are_the_sum_of_seconds():
     """So lines between recordings may subtract one whose matmuls are bound by something else."""
     other = Work({"forward": {f"{kinds.MATMUL}@3": Amount(1e9, 5e11, 1.0)}})

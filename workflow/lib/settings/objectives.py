@@ -110,7 +110,8 @@ class Needs(NamedTuple):
     settings: tuple[str, ...]
     """All settings of `preferences` and `distill` that it reads."""
     forward_first: bool = False
-    """Its loss needs a number of the whole step, which a forward of all micro-batches finds."""
+    """Its loss needs a number of the whole step, which one more forward of all micro-batches
+    finds."""
 
 
 def _preferences(*keys: str) -> tuple[str, ...]:

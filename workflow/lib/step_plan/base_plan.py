@@ -45,6 +45,8 @@ class BasePlan:
     objective: ObjectiveName = SUPERVISED  # `train.objective`
     shares_prompts: bool = False
     """The two documents of an example share their prompt, if the model's attention can."""
+    forward_passes: int = 1
+    """Of a micro-batch in a step: the last has a backward, others are of reference and estimate."""
     top_k: int = 0  # tokens of a teacher's scores at each position; 0 without a teacher
     optimizer: str = "adamw"  # `train.optimizer`
     rank: int  # of the adapters, unless `ranks` has another

@@ -16,7 +16,7 @@ from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.model.architecture.routers import balance_coefficient
 from workflow.lib.planning.machine import Machine
 from workflow.lib.settings.config import ModelConfig, RunConfig
-from workflow.lib.settings.objectives import NEEDS
+from workflow.lib.settings.objectives import NEEDS, reads_start
 from workflow.lib.step_plan.memory_options import TABLE, Circumstances, MemoryOption, Value
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.compute_choice import (
@@ -190,6 +190,9 @@ def plan_from_settings(run: RunConfig, shape: ModelShape, machine: Machine) -> S
         objective=run.train.objective,
         shares_prompts=run.preferences.shared_prompt
         and NEEDS[run.train.objective].examples != "texts",
+        forward_passes=1
+        + NEEDS[run.train.objective].forward_first
+        + reads_start(run.train.objective, run.preferences),
         top_k=run.distill.top_k if run.train.objective == "distill" else 0,
         optimizer=run.train.optimizer,
         rank=run.lora.r,

@@ -29,8 +29,9 @@ class Speed:
         """Seconds of a micro-batch by their use, on the slowest kind of GPU; counts: as of
         `Clock.parts`."""
         if not self.clocks:
-            micro_batches = counts.get("micro_batches", 1)
-            return {"matmuls": cpu_seconds(work, self.cpu, micro_batches=micro_batches)}
+            passes, steps = plan.forward_passes, counts.get("micro_batches", 1)
+            seconds = cpu_seconds(work, self.cpu, micro_batches=steps, forward_passes=passes)
+            return {"matmuls": seconds}
         every = (clock.parts(work, plan, **counts) for clock in self.clocks)
         return max(every, key=lambda parts: sum(parts.values()))
 

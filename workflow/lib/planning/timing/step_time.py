@@ -62,7 +62,7 @@ class Clock:
         trained_share: tokens in the loss, 0 to 1; micro_batches: of a step."""
         sums = defaultdict[tuple[str, bool], float](float)  # by part, of backward or not
         launched, computed = (dict.fromkeys(PHASES, 0.0) for _ in range(2))
-        for phase, kind, amount in _scaled(work, trained_share, micro_batches):
+        for phase, kind, amount in _scaled(work, trained_share, micro_batches, plan.forward_passes):
             for name, seconds in self._counted(plan, phase, kind, amount):
                 sums[name, phase == BACKWARD] += seconds
                 if name == LAUNCHED and (phase == UPDATE or not plan.graphed):
@@ -178,19 +178,22 @@ def _part(phase: str, name: str) -> str:
 
 
 def _scaled(
-    work: Work, trained_share: float, micro_batches: int
+    work: Work, trained_share: float, micro_batches: int, forward_passes: int
 ) -> Iterator[tuple[str, str, Amount]]:
     """Yield phases and kinds with their amounts for a micro-batch."""
-    factors = {"loss": trained_share, UPDATE: 1 / micro_batches}
+    factors = dict.fromkeys(PHASES, float(forward_passes)) | {BACKWARD: 1.0}
+    factors |= {"loss": trained_share * forward_passes, UPDATE: 1 / micro_batches}
     for phase, amounts in work.phases.items():
         for kind, amount in amounts.items():
             yield phase, kind, NOTHING.plus(amount, factors.get(phase, 1.0))
 
 
-def cpu_seconds(work: Work, rates: CpuRates, *, micro_batches: int = 1) -> float:
+def cpu_seconds(
+    work: Work, rates: CpuRates, *, micro_batches: int = 1, forward_passes: int = 1
+) -> float:
     """Seconds of a micro-batch in one CPU process."""
     total = NOTHING
-    for _, _, amount in _scaled(work, 1.0, micro_batches):
+    for _, _, amount in _scaled(work, 1.0, micro_batches, forward_passes):
         total = total.plus(amount)
     return total.flop / rates.flops + total.bytes / rates.memory + total.calls * rates.call_s
 
