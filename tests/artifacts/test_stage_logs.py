@@ -77,6 +77,7 @@ def test_error_of_a_failed_job_is_shown_once_in_place_of_its_command(tmp_path, c
     assert not filtering.filter(command)
     assert not filtering.filter(failed)
     assert not filtering.show()
+    assert not filtering.filter(snakemakes("At least one job did not complete successfully."))
     assert capsys.readouterr().err.count("data.train: no rows") == 1
 
 

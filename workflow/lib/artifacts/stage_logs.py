@@ -23,6 +23,10 @@ BEGUN, ENDED = "the stage has begun", "the stage has ended"
 ERRORS_FROM_LOG = "STAGE_ERRORS_FROM_LOG"
 
 
+# Snakemake's messages after a cause; it stands at the end of the terminal's output.
+SAYS_LESS = ("Exiting because a job execution failed", "At least one job did not complete")
+
+
 class FailedJobs(logging.Filter):
     """Filter of Snakemake's messages on the terminal: of a failed job show the error in its log, in
     place of its command. since: as of `failure_causes`."""
@@ -33,8 +37,11 @@ class FailedJobs(logging.Filter):
         self._shown: set[str] = set()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if "CalledProcessError in file" in record.getMessage():
+        text = record.getMessage()
+        if "CalledProcessError in file" in text:
             return False  # `job_error`, which follows, has the same command
+        if self._shown and any(less in text for less in SAYS_LESS):
+            return False
         return getattr(record, "event", None) != "job_error" or not self.show()
 
     def show(self) -> bool:
