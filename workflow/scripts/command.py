@@ -15,7 +15,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn, TextIO
@@ -100,7 +100,10 @@ def run(
         # From here on there is work to end in order.
         if signal.getsignal(signal.SIGINT) is scripts.leave:
             signal.signal(signal.SIGINT, interrupt)
-        with nullcontext() if locks_itself else only_writer(args), unchanged_inputs(args):
+        with ExitStack() as stack:
+            if not locks_itself:
+                stack.enter_context(only_writer(args))
+                stack.enter_context(unchanged_inputs(args))
             mark_log(BEGUN)
             work(args)
             mark_log(ENDED)
@@ -205,7 +208,7 @@ def unchanged_inputs(args: argparse.Namespace) -> Iterator[None]:
     """Raise `UserError` after the block, and remove the output, if files and folders of the command
     line were changed in it. A training compares its inputs itself, when it has read them."""
     output: Path | None = getattr(args, "output", None)
-    if output is None or is_worker() or hasattr(args, "checkpoints"):
+    if output is None or is_worker():
         yield
         return
     options = (value for name, value in vars(args).items() if name not in WRITTEN)

@@ -122,6 +122,6 @@ def _records(log: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def _shortened(lines: list[str]) -> str:
-    if any(line.startswith("Traceback") for line in lines):
+    if len(lines) == 2 or any(line.startswith("Traceback") for line in lines):
         return f"{lines[0]} ... {lines[-1].strip()}"
     return "\n".join(lines)
