@@ -1,8 +1,10 @@
 """Reading data files: all kinds give the same rows, packed or not; files that are not what their
 name says are refused."""
 
+import bz2
 import gzip
 import json
+import lzma
 import pickle
 
 import datasets
@@ -10,9 +12,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from tests.support.data_files import read, write
+from tests.support.data_files import compressed, read, write
 from workflow.lib.data.reading.chunks import BrokenRow, Row
-from workflow.lib.data.reading.compression import file_type_of
+from workflow.lib.data.reading.compression import COMPRESSIONS, file_type_of
 from workflow.lib.data.reading.data_file import column_names, read_chunks
 from workflow.lib.data.reading.sources import SourceFile, resolve_splits
 from workflow.lib.settings.data import DataConfig
@@ -73,12 +75,14 @@ def test_all_kinds_of_file_give_the_same_rows(make, tmp_path):
     assert read(make(tmp_path)) == EXPECTED
 
 
-@pytest.mark.parametrize(("suffix", "codec"), [(".gz", "gzip"), (".zst", "zstd")])
+@pytest.mark.parametrize(
+    ("suffix", "codec"), [(".gz", "gzip"), (".zst", "zstd"), (".bz2", "bz2"), (".xz", "xz")]
+)
 @pytest.mark.parametrize("make", MAKERS)
 def test_compressed_file_gives_the_same_rows(make, suffix, codec, tmp_path):
     plain = make(tmp_path)
     packed = plain.with_name(plain.name + suffix)
-    with pyarrow.CompressedOutputStream(str(packed), codec) as file:
+    with compressed(packed, codec) as file:
         file.write(plain.read_bytes())
     assert read(packed) == EXPECTED
 
@@ -98,9 +102,49 @@ def test_two_compressed_files_behind_each_other_are_one(tmp_path):
     assert read(write(tmp_path / "a.jsonl.gz", packed)) == [Row(1, {"a": 1}), Row(2, {"a": 2})]
 
 
-def test_compressed_name_of_a_plain_file_stops(tmp_path):
+@pytest.mark.parametrize("suffix", COMPRESSIONS)
+def test_compressed_name_of_a_plain_file_stops(suffix, tmp_path):
     with pytest.raises(UserError, match=r"data\.train = .*cannot be read"):
-        read(write(tmp_path / "a.jsonl.gz", '{"a": 1}'))
+        read(write(tmp_path / f"a.jsonl{suffix}", '{"a": 1}'))
+
+
+@pytest.mark.parametrize(("suffix", "pack"), [(".bz2", bz2.compress), (".xz", lzma.compress)])
+def test_compressed_file_that_is_cut_off_stops(suffix, pack, tmp_path):
+    packed = pack(b'{"a": 1}\n' * 9000)
+    with pytest.raises(UserError, match=r"data\.train = .*cannot be read \(.*ended before"):
+        read(write(tmp_path / f"a.jsonl{suffix}", packed[: len(packed) // 2]))
+
+
+BOM = "\ufeff"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "kind"),
+    [
+        ("a.jsonl", f'{BOM}{{"text": "a"}}\n{BOM}{{"text": "b"}}\n', None),
+        ("a.csv", f"{BOM}text\na\n{BOM}b\n", None),
+        ("a.txt", f"{BOM}a\n{BOM}b\n", "text_lines"),
+        ("a.txt", f"{BOM}a\n\n{BOM}b\n", "text_paragraphs"),
+    ],
+)
+def test_byte_order_marks_of_joined_files_are_no_text(name, text, kind, tmp_path):
+    rows = read(write(tmp_path / name, text.encode()), kind)
+    assert [row.value["text"] for row in rows] == ["a", "b"]
+
+
+def test_byte_order_marks_within_a_document_are_no_text(tmp_path):
+    (row,) = read(write(tmp_path / "a.txt", f"{BOM}a\n{BOM}b\n".encode()))
+    assert row.value["text"] == "a\nb\n"
+
+
+def test_header_of_a_joined_csv_file_is_no_row(tmp_path):
+    text = f"prompt,completion\na,b\n{BOM}prompt,completion\nc,d\n"
+    first, header, last = read(write(tmp_path / "a.csv", text))
+    assert [list(row.value.values()) for row in (first, last)] == [["a", "b"], ["c", "d"]]
+    assert header.reason.startswith("header again: ")
+    text = text.replace(f"{BOM}prompt,completion", "completion,prompt")
+    with pytest.raises(UserError, match=r"record 2 is a header with the columns in another order"):
+        read(write(tmp_path / "a.csv", text))
 
 
 def test_saved_dataset_is_read_as_it_was(tmp_path):

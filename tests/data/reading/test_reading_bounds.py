@@ -7,7 +7,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from tests.support.data_files import read, write
+from tests.support.data_files import compressed, read, write
 from workflow.lib.data.reading import chunks as chunks_module
 from workflow.lib.data.reading import compression, table_readers, text_readers
 from workflow.lib.data.reading.chunks import BrokenRow, Row
@@ -83,12 +83,14 @@ def test_header_of_very_many_columns_is_checked(tmp_path):
         read(write(tmp_path / "b.csv", ",".join([*names, "c7"]) + "\n"))
 
 
-@pytest.mark.parametrize(("suffix", "codec"), [(".gz", "gzip"), (".zst", "zstd")])
+@pytest.mark.parametrize(
+    ("suffix", "codec"), [(".gz", "gzip"), (".zst", "zstd"), (".bz2", "bz2"), (".xz", "xz")]
+)
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
 def test_file_that_unpacks_to_far_more_than_it_is_stops(name, suffix, codec, tmp_path, monkeypatch):
     monkeypatch.setattr(compression, "MIN_UNPACKED_BYTES", 10**6)
     packed = tmp_path / (name + suffix)
-    with pyarrow.CompressedOutputStream(str(packed), codec) as file:
+    with compressed(packed, codec) as file:
         file.write(b"PAR1" if name == "a.parquet" else b"")
         for _ in range(4):
             file.write(b'{"a": 1}\n' * 100_000)

@@ -182,8 +182,8 @@ class DataConfig(Section):
     """Rows with an equal value in this column stay on one side of the split. Equal values in
     held-out files count as `near_duplicates`."""
     file_type: Literal["auto", FileType] = "auto"
-    """File type; `auto` = by extension, without .gz or .zst. Plain text gives a document per file,
-    paragraph or line."""
+    """File type; `auto` = by extension, without .gz, .zst, .bz2 or .xz. Plain text gives a document
+    per file, paragraph or line."""
     format: Literal["auto", Format] = "auto"
     """Format of the rows; `auto` = by the columns of each source."""
     columns: DataColumns = DataColumns()

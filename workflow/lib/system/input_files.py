@@ -62,7 +62,7 @@ def read_input(path: Path, *, most_bytes: int = MOST_TEXT_BYTES) -> str:
                     f"{path}: it has {found.st_size:,} bytes, and at most {most_bytes:,} are read "
                     "as a text. Name the right file."
                 )
-            return stream.read().decode("utf-8")
+            return stream.read().decode("utf-8-sig")
     except OSError as error:
         why = why_unreadable(Path(path)) or error.strerror
         raise UserError(f"{path}: {why}. Correct the path, or mend the file.") from None

@@ -103,7 +103,7 @@ def read_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | None) -> 
             f"conversations need a chat template, and the tokenizer has {has}",
             "Name a Jinja file, or use the format text",
         )
-    return template
+    return template.removeprefix("\ufeff")  # a byte order mark
 
 
 def read_tool_template(tokenizer: PreTrainedTokenizerBase, path: str | None) -> str | None:

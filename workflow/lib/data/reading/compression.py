@@ -2,7 +2,9 @@
 
 The unpacked size is bounded: a compressed file may be made to fill a disk or to take hours."""
 
+import bz2
 import io
+import lzma
 import shutil
 import tempfile
 from pathlib import Path, PurePath
@@ -15,10 +17,10 @@ from workflow.lib.system.errors import setting_error
 
 BUFFER_BYTES = 2**20
 # Repetitive rows, such as lists of zeros, may shrink a hundredfold; gzip can shrink 1,032 times,
-# zstd more.
+# the others more.
 MAX_RATIO = 500
 MIN_UNPACKED_BYTES = 2**30  # below this no file is suspected
-Compression = Literal["gzip", "zstd"]
+Compression = Literal["gzip", "zstd", "bz2", "xz"]
 EXTENSIONS: dict[str, FileType] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
@@ -29,7 +31,18 @@ EXTENSIONS: dict[str, FileType] = {
     ".arrow": "arrow",
     ".txt": "text",
 }
-COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd"}
+COMPRESSIONS: dict[str, Compression] = {
+    ".gz": "gzip",
+    ".zst": "zstd",
+    ".bz2": "bz2",
+    ".xz": "xz",
+}
+# By the standard library; pyarrow reads the others.
+STANDARD: dict[Compression, type[bz2.BZ2File | lzma.LZMAFile]] = {
+    "bz2": bz2.BZ2File,
+    "xz": lzma.LZMAFile,
+}
+DAMAGED = (EOFError, lzma.LZMAError)
 
 
 class UnreadableError(ValueError):
@@ -42,7 +55,10 @@ def open_bytes(path: Path) -> BinaryIO:
     compression = compression_of(path)
     if compression is None:
         return path.open("rb", buffering=BUFFER_BYTES)
-    raw = pyarrow.input_stream(str(path), compression=compression)
+    if opened := STANDARD.get(compression):
+        raw: Any = opened(path)
+    else:
+        raw = pyarrow.input_stream(str(path), compression=compression)
     bounded = _Unpacked(raw, packed_bytes=path.stat().st_size)
     return io.BufferedReader(bounded, buffer_size=BUFFER_BYTES)
 
@@ -50,7 +66,7 @@ def open_bytes(path: Path) -> BinaryIO:
 class _Unpacked(io.RawIOBase):
     """The content of a compressed file, up to `MAX_RATIO` times its size."""
 
-    def __init__(self, raw: pyarrow.NativeFile, *, packed_bytes: int) -> None:
+    def __init__(self, raw: Any, *, packed_bytes: int) -> None:
         self._raw = raw
         self._most = max(MIN_UNPACKED_BYTES, MAX_RATIO * packed_bytes)
         self._unpacked = 0
@@ -59,7 +75,10 @@ class _Unpacked(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        count = int(self._raw.readinto(buffer))
+        try:
+            count = int(self._raw.readinto(buffer))
+        except DAMAGED as error:
+            raise OSError(str(error)) from None
         self._unpacked += count
         if self._unpacked > self._most:
             raise UnreadableError(

@@ -35,6 +35,8 @@ SIGNATURES: dict[bytes, str] = {
     b"ARROW1": "an Arrow file",
     b"\x1f\x8b": "gzip-compressed",
     b"\x28\xb5\x2f\xfd": "zstd-compressed",
+    b"BZh": "bzip2-compressed",
+    b"\xfd7zXZ\0": "xz-compressed",
     b"PK\x03\x04": "a ZIP archive",
     b"%PDF": "a PDF document",
     b"\xff\xfe": "UTF-16 text",

@@ -44,7 +44,8 @@ BLANKS = re.compile(r"[ \t\n\r]*")
 
 
 def numbered_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Yield each line, up to `MAX_ROW_BYTES` + 1, with its number. Raises `UnreadableError` beyond
+    """Yield each line, up to `MAX_ROW_BYTES` + 1, with its number, without the byte order mark that
+    joined files have at the beginnings of their parts. Raises `UnreadableError` beyond
     `MAX_SKIPPED_BYTES`, or `MAX_BLANK_LINES` in a row."""
     number = blank = 0
     while line := file.readline(MAX_ROW_BYTES + 1):
@@ -57,7 +58,7 @@ def numbered_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
             _check_skipped(size, f"line {number}")
             rest = file.readline(MAX_ROW_BYTES + 1)
             size += len(rest)
-        yield number, line.removeprefix(BOM) if number == 1 else line
+        yield number, line.removeprefix(BOM)
 
 
 def _check_skipped(size: int, what: str) -> None:
@@ -170,7 +171,7 @@ def _element(number: int, value: object, source: str) -> Row | BrokenRow:
 
 def read_text(path: Path, *, rows_per_chunk: int) -> Iterator[Chunk]:
     with open_bytes(path) as file:
-        text = file.read(MAX_ROW_BYTES + 1).removeprefix(BOM)
+        text = file.read(MAX_ROW_BYTES + 1).removeprefix(BOM).replace(b"\n" + BOM, b"\n")
     yield Unparsed(((1, text),), text_row)
 
 
@@ -216,7 +217,7 @@ def read_csv(path: Path, *, rows_per_chunk: int, delimiter: str | None = None) -
             if repeated := sorted(name for name, count in Counter(header).items() if count > 1):
                 raise UnreadableError(f"the header names {', '.join(repeated)} more than once")
             yield from _chunks(
-                _records(reader, lines),
+                _records(reader, lines, header),
                 partial(csv_row, header=header),
                 rows_per_chunk=rows_per_chunk,
                 size_of=lambda fields: sum(map(len, fields)),
@@ -251,11 +252,14 @@ class _RecordLines:
             self._record_chars += len(line)
             if self._record_chars > MAX_ROW_BYTES:
                 raise csv.Error(f"a record is longer than {MAX_ROW_BYTES // 2**20} MiB")
-            yield line
+            yield line.removeprefix(BOM.decode())
 
 
-def _records(reader: Iterator[list[str]], lines: _RecordLines) -> Iterator[tuple[int, list[str]]]:
-    """Yield each record that is no blank line, with its number."""
+def _records(
+    reader: Iterator[list[str]], lines: _RecordLines, header: tuple[str, ...]
+) -> Iterator[tuple[int, list[str]]]:
+    """Yield each record that is no blank line, with its number. Raises `UnreadableError` at the
+    header of a joined file whose columns have another order."""
     number, blank = 1, 0
     lines.begin_record()
     for fields in reader:
@@ -264,5 +268,10 @@ def _records(reader: Iterator[list[str]], lines: _RecordLines) -> Iterator[tuple
         if blank > MAX_BLANK_LINES:
             raise _too_many_blank_lines(before=f"record {number}")
         if fields:
+            if fields[0] in header and tuple(fields) != header and sorted(fields) == sorted(header):
+                raise UnreadableError(
+                    f"record {number} is a header with the columns in another order, as of two "
+                    "joined files; divide them"
+                )
             yield number, fields
             number += 1
