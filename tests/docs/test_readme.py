@@ -146,9 +146,7 @@ def output_of(project, command):
 def test_commands_of_the_readme_run_one_after_the_other(project):
     assert "rule finetune:" in output_of(project, "snakemake --cores all train")
     assert "rule render_report:" in output_of(project, "snakemake --cores all")
-    assert "11,058,944, 8 experts" in output_of(
-        project, "python workflow/resources/upcycle_base.py"
-    )
+    assert "11,058,944, 8 experts" in output_of(project, "python -m workflow.scripts.upcycle_base")
     assert "adapter_model.safetensors: OK" in output_of(project, "sha256sum --check SHA256SUMS")
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import make_pairs
 from workflow.lib.system.files import file_sha256
-from workflow.resources import make_pairs
 
 ROOT = Path(__file__).resolve().parents[2]
 RESOURCES = ROOT / "workflow" / "resources"

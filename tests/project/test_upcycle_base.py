@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from workflow.lib.artifacts.local_inputs import check_local_paths
 from workflow.lib.settings.config import load_config
-from workflow.resources import upcycle_base
+from workflow.scripts import upcycle_base
 
 PRESET = Path(__file__).resolve().parents[2] / "workflow" / "presets" / "mixture-demo.yaml"
 IDS = torch.arange(5, 200)[None]
@@ -43,7 +43,7 @@ def test_mixture_begins_with_the_logits_of_the_base_and_uses_all_experts(made):
 
 
 def test_preset_trains_what_the_command_makes(made):
-    assert "python workflow/resources/upcycle_base.py\n" in PRESET.read_text()
+    assert "python -m workflow.scripts.upcycle_base\n" in PRESET.read_text()
     ((name, run),) = load_config(yaml.safe_load(PRESET.read_text()))[1].items()
     assert run.model.source == str(made)
     check_local_paths(name, run)

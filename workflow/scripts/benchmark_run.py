@@ -45,7 +45,7 @@ from workflow.scripts.command import run, stage_parser
 logger = logging.getLogger("workflow")
 
 FINAL = ("measured", "out_of_memory")
-PEER = "workflow.resources.benchmark.peer_trl"
+PEER = "workflow.scripts.benchmark_peer"
 PEER_PACKAGES = ("trl", "accelerate", "datasets")
 BASE_WAIT_S = 1800.0  # for another process that writes the same base
 

@@ -1,6 +1,6 @@
-"""Make `pydocs/pairs-*.jsonl.gz` from the questions and answers beside them.
+"""Make `workflow/resources/pydocs/pairs-*.jsonl.gz` from the questions and answers beside them.
 
-    python workflow/resources/make_pairs.py
+    python -m tests.support.make_pairs
 
 The rejected answer to a question is the right one of another: of an object of the same kind (a
 method, a class, ...) of the same class, else of the same package, else of any; about as long, in
@@ -19,7 +19,7 @@ from pathlib import Path
 
 Row = dict[str, str]
 
-FOLDER = Path(__file__).parent / "pydocs"
+FOLDER = Path(__file__).parents[2] / "workflow" / "resources" / "pydocs"
 TAKEN = {"train": 5, "heldout": 1}  # one of so many objects
 KINDS = ("method", "class", "function", "exception", "raised", "module", "property", "constant")
 LENGTHS = (0.6, 1.6)  # of the rejected answer over the chosen one, characters

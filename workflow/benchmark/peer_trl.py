@@ -1,7 +1,7 @@
 """The same case by other software: TRL's SFTTrainer, or DPOTrainer for pairs, over Accelerate (DDP,
 FSDP1 or FSDP2), bitsandbytes NF4, PEFT LoRA.
 
-A worker of the benchmark (`benchmark_run` starts it), and no part of the training. It loads the
+Its worker (`scripts/benchmark_peer.py`) is started by `benchmark_run`. It loads the
 same random base, to be sharded with the packed weights as bf16 views, the storage that these stacks
 recommend, and takes the same rows or pairs, batch, rank and steps. Peaks are measured by the same
 code.
@@ -9,7 +9,6 @@ Accelerate is told what to do by the environment variables that `accelerate laun
 Packages: envs/peers.txt.
 """
 
-import argparse
 import os
 import tempfile
 import time
@@ -30,7 +29,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     TrainerCallback,
 )
-from transformers.utils import is_flash_attn_2_available
+from transformers.utils.import_utils import is_flash_attn_2_available
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from workflow.benchmark.measure import (
@@ -47,14 +46,12 @@ from workflow.benchmark.random_pairs import Pair, random_pairs
 from workflow.benchmark.record import Observed
 from workflow.lib.artifacts.training_record import Check
 from workflow.lib.distributed.heartbeat import Pulse
-from workflow.lib.distributed.world import die_with_parent
 from workflow.lib.objectives.from_settings import BETA
 from workflow.lib.settings.config import RunConfig
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.artifact_files import read_artifact
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import write_checked_json
-from workflow.scripts.command import run, stage_parser
 
 FSDP = {
     "ACCELERATE_USE_FSDP": "true",
@@ -76,7 +73,7 @@ VERSIONS = {
 }
 
 
-class PairTrainer(DPOTrainer):
+class PairTrainer(DPOTrainer):  # type: ignore[misc]
     """TRL's trainer on pairs that are token ids already."""
 
     def _prepare_dataset(self, dataset: Dataset, *_: Any, **__: Any) -> Dataset:
@@ -114,9 +111,10 @@ class Watch(TrainerCallback):
         end_training(self._seen)
 
 
-def main(args: argparse.Namespace) -> None:
-    die_with_parent()
-    ((key, document),) = read_artifact(args.job).items()
+def measure(job_file: Path, output: Path) -> None:
+    """Measure the one case of `job_file`, and write its record to the folder `output`. Collective:
+    all workers. Raises `UserError` where the software cannot run the case."""
+    ((key, document),) = read_artifact(job_file).items()
     job = Job.of(document)
     config = RunConfig.model_validate(job.run)
     if job.documents > 1:
@@ -137,7 +135,7 @@ def main(args: argparse.Namespace) -> None:
         everyone *= dist.get_world_size()
         dist.all_gather_object(everyone, seen)
     if int(os.environ["RANK"]) == 0:
-        write_checked_json(args.output / f"{key}.json", together(everyone, job).as_json())
+        write_checked_json(output / f"{key}.json", together(everyone, job).as_json())
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -165,7 +163,7 @@ def train(job: Job, config: RunConfig, device: torch.device, seen: Observed, pul
     seen.load_s = time.monotonic() - began
     seen.bytes_read = sum(path.stat().st_size for path in Path(job.base).glob("*.safetensors"))
     if sharded:
-        (layer, *_) = model._no_split_modules
+        layer = next(iter(model._no_split_modules or ()))
         os.environ["FSDP_TRANSFORMER_CLS_TO_WRAP"] = str(layer)
     with tempfile.TemporaryDirectory() as folder:
         trainer = (SFTTrainer if job.pairs is None else PairTrainer)(
@@ -213,7 +211,8 @@ def arguments(
     """
     assert job.peer is not None
     if job.pairs is None:
-        kind, own = SFTConfig, {"packing": False}
+        kind: Any = SFTConfig
+        own: dict[str, Any] = {"packing": False}
         batch, accumulated = job.plan.micro_batch_size, job.plan.accumulation_steps
     else:
         kind = DPOConfig
@@ -267,10 +266,3 @@ def tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     words = {"<end>": vocab_size - 1}
     core = Tokenizer(WordLevel(words, unk_token="<end>"))
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>", pad_token="<end>")
-
-
-if __name__ == "__main__":
-    parser = stage_parser(__doc__, config_required=False)
-    parser.add_argument("--job", type=Path, required=True, help="what the worker does")
-    parser.add_argument("--output", type=Path, required=True, help="folder of what was measured")
-    run(main, parser)

@@ -6,7 +6,7 @@ becomes the experts, all of them copies of it, and a random router stands before
 router gives the chosen experts weights that sum to one, so the mixture begins with the logits of
 the base model. Its experts then learn different things, as each sees other tokens.
 
-    python workflow/resources/upcycle_base.py
+    python -m workflow.scripts.upcycle_base
 
 It takes five seconds on a CPU, needs torch and transformers, and asks for no network.
 """
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
-BASE = Path(__file__).resolve().parent / "base"
+BASE = Path(__file__).resolve().parents[1] / "resources" / "base"
 OUTPUT = Path("models/pydocs-mixture")  # the source of the preset's model
 NUM_EXPERTS, TOP_K = 8, 2  # as Mixtral 8x7B
 ROUTER_STD = 0.02  # what Mixtral initializes its weights with
@@ -52,7 +52,7 @@ def upcycled(dense: Any) -> MixtralForCausalLM:
     mixtral = MixtralConfig(
         **config, num_local_experts=NUM_EXPERTS, num_experts_per_tok=TOP_K, sliding_window=None
     )
-    mixture = AutoModelForCausalLM.from_config(mixtral, dtype=dense.dtype)
+    mixture: MixtralForCausalLM = AutoModelForCausalLM.from_config(mixtral, dtype=dense.dtype)
     weights = dense.state_dict()
     draw = torch.Generator().manual_seed(SEED)
     for number, layer in enumerate(mixture.model.layers):
