@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from workflow.lib.model.architecture.adapter_config import read_adapter_config
+from workflow.lib.model.architecture.expert_adapters import stacked
 from workflow.lib.model.architecture.model_files import ADAPTER_WEIGHTS
 from workflow.lib.model.architecture.stack_names import PREFIX, StackNames
 from workflow.lib.model.experts.expert_matmul import FusedLoraStack
@@ -39,7 +40,7 @@ def load_start_(training: nn.Module, folder: Path, config: RunConfig, *, base: P
     of the NF4 base. Raises `UserError` naming the tensors that do not fit."""
     error = partial(setting_error, "train.start_from", config.train.start_from)
     places = _places(training)
-    with CheckpointReader(folder, single=ADAPTER_WEIGHTS) as reader, CheckpointReader(base) as own:
+    with _AdapterReader(folder) as reader, CheckpointReader(base) as own:
         stored: dict[str, str] = {}
         for name in reader.names():
             if (plain := plain_name(name)) in stored:
@@ -76,6 +77,60 @@ def load_start_(training: nn.Module, folder: Path, config: RunConfig, *, base: P
         ),
         *(config.model.source, config.lora.dropout),
     )
+
+
+class _AdapterReader(CheckpointReader):
+    """An adapter's file, whose experts may be stored one by one (`expert_adapters`)."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, single=ADAPTER_WEIGHTS)
+        stacks = stacked(super().names())
+        names = StackNames(path.removeprefix(PREFIX) for path in stacks)
+        self._stacks = {
+            names.exported(f"{PREFIX}{path.removeprefix(PREFIX)}.lora_{part}.weight"): (
+                part,
+                experts,
+            )
+            for path, experts in stacks.items()
+            for part in "AB"
+        }
+        self._inside = {
+            f"{path}.lora_{part}.weight"
+            for part, experts in self._stacks.values()
+            for paths in experts
+            for path in paths
+        }
+
+    def names(self) -> list[str]:
+        return [*(n for n in super().names() if n not in self._inside), *self._stacks]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.tensor(name).shape) if name in self._stacks else super().shape(name)
+
+    def dtype(self, name: str) -> str:
+        if name not in self._stacks:
+            return super().dtype(name)
+        part, experts = self._stacks[name]
+        return super().dtype(f"{experts[0][0]}.lora_{part}.weight")
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        if name not in self._stacks:
+            return super().rows(name, start, stop)
+        return self.tensor(name)[start : max(start, stop)]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return A (experts * rank, in), or B (out, rank * experts)."""
+        if name not in self._stacks:
+            return super().tensor(name)
+        part, experts = self._stacks[name]
+        values = [
+            [super(_AdapterReader, self).tensor(f"{path}.lora_{part}.weight") for path in paths]
+            for paths in experts
+        ]
+        if part == "A":
+            return torch.cat([row for rows in values for row in rows])
+        blocks = [torch.block_diag(*parts) for parts in values]
+        return torch.stack(blocks, dim=-1).flatten(1)
 
 
 def plain_name(name: str) -> str:

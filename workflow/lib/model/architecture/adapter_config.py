@@ -13,7 +13,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from workflow.lib.model.architecture.config_file import MAX_CONFIG_BYTES
-from workflow.lib.model.architecture.model_files import ADAPTER
+from workflow.lib.model.architecture.expert_adapters import of_stacks
+from workflow.lib.model.architecture.model_files import ADAPTER, ADAPTER_WEIGHTS
+from workflow.lib.model.architecture.safetensors_headers import read_headers
 from workflow.lib.settings.config import LoraSettings, RunConfig
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.input_files import read_input
@@ -71,7 +73,8 @@ UNORDERED = ("target_modules", "modules_to_save")
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """Return a folder's `adapter_config.json`; raises `UserError` if it describes no adapter."""
+    """Return a folder's `adapter_config.json`, of stacks if its file has experts one by one; raises
+    `UserError` if it describes no adapter."""
     path = folder / ADAPTER
     try:
         config = json.loads(read_input(path, most_bytes=MAX_CONFIG_BYTES))
@@ -83,7 +86,8 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
         ) from None
     if not isinstance(config, dict) or "peft_type" not in config:
         raise UserError(f"{path} describes no PEFT adapter. Check train.start_from.")
-    return config
+    weights = folder / ADAPTER_WEIGHTS
+    return of_stacks(config, read_headers([weights])) if weights.is_file() else config
 
 
 def adapter_settings(config: Mapping[str, Any], source: object) -> LoraSettings:
