@@ -127,7 +127,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ),
     (
         SIZES | {"model_type": "exaone4", "layer_types": ["full_attention"]},
-        ["does not describe a decoder", "`num_hidden_layers`", "Check model.source"],
+        ["does not describe a model", "`num_hidden_layers`", "Check model.source"],
     ),
     (SIZES | {"model_type": "bloom", "n_layer": 10**9}, ["n_layer = 1000000000: must be"]),
     (
@@ -143,8 +143,12 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
         ["'mixtral'", "its mixtures have one expert"],
     ),
     (
+        {"model_type": "kosmos-2", "text_config": {}},
+        ["'kosmos-2'", "does not run on token ids and a mask", "choose another model.source"],
+    ),
+    (
         SIZES | MOE | {"model_type": "laguna", "shared_expert_intermediate_size": 64},
-        ["'laguna'", "PEFT would not find an adapter on model.layers.1.mlp.shared_experts"],
+        ["'laguna'", "an adapter on model.layers.1.mlp.shared_experts"],
     ),
 ]
 
@@ -219,3 +223,34 @@ def test_generation_settings_that_cannot_be_read_are_refused_with_the_model(tmp_
     (folder / "generation_config.json").write_text(said)
     with pytest.raises(UserError, match=r"generation_config\.json: Transformers .* cannot read it"):
         describe_folder(folder)
+
+
+@pytest.mark.parametrize(("zeros", "fault"), [(4095, ""), (12_000, "norm.weight")])
+def test_file_that_ends_in_zeros_is_named_with_its_tensors(zeros, fault, tmp_path):
+    """The end was never written, though the file has its size."""
+    file = tiny_llama(tmp_path) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-zeros] + bytes(zeros))
+    if not fault:
+        describe_folder(tmp_path)
+        return
+    with pytest.raises(UserError, match=r"model.safetensors ends in zeros, in \d+ of its \d+ tens"):
+        describe_folder(tmp_path)
+
+
+def test_table_whose_last_rows_are_zeros_is_taken(tmp_path):
+    """Rows of tokens that no tokenizer has, at the end of a shard."""
+    folder = tiny_llama(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    head = tensors.pop("lm_head.weight")
+    head[-64:] = 0
+    (folder / "model.safetensors").unlink()
+    shards = {
+        "model-1-of-2.safetensors": tensors,
+        "model-2-of-2.safetensors": {"lm_head.weight": head},
+    }
+    for name, part in shards.items():
+        save_file(part, folder / name, metadata={"format": "pt"})
+    weight_map = {name: shard for shard, part in shards.items() for name in part}
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    describe_folder(folder)

@@ -29,6 +29,7 @@ from workflow.lib.model.architecture.quantization_settings import (
     said_of_quantization,
     without_quantization,
 )
+from workflow.lib.model.architecture.safetensors_headers import read_headers, zeros_at_end
 from workflow.lib.model.decoder_layers import decoder_layers, drop_other_parts_
 from workflow.lib.model.description import RECORDER, described_layers, recorded_layers
 from workflow.lib.model.experts.router_balance import family_coefficient
@@ -52,6 +53,7 @@ from workflow.lib.model.published.loading import (
 )
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import file_sha256
+from workflow.lib.system.number_formats import some_of
 
 # Sizes that a config.json must say itself: defaults of the class belong to another model.
 WIDTH = "intermediate_size"
@@ -95,7 +97,7 @@ def describe_file(path: Path) -> ModelShape:
 def describe_folder(folder: Path) -> ModelShape:
     """Describe the model in a folder, its checkpoint included, as Transformers loads it; raises
     `UserError` as `describe_config` and `check_loading` do. Logs tensors that are not loaded."""
-    loaded_files(folder)  # first: a folder without a model has its own message
+    files = loaded_files(folder)  # first: a folder without a model has its own message
     path = folder / "config.json"
     config = read_bounded(path)
     if said_of_quantization(config) and quantization_of(config, path) is None:
@@ -106,6 +108,8 @@ def describe_folder(folder: Path) -> ModelShape:
     _check_generation(folder)
     shape = describe_file(path)
     model = build_on_meta(folder, dtype=torch.bfloat16)
+    for path in files:
+        _check_end(path, model)
     with ConvertedReader(folder, model) as reader:
         left = check_loading(model, reader)
         dtype = reader.dtype(first_weight(model))
@@ -124,6 +128,20 @@ def describe_folder(folder: Path) -> ModelShape:
         tied_embeddings=is_tied(model),
         left_tensors=len(left.stored),
     )
+
+
+def _check_end(path: Path, model: PreTrainedModel) -> None:
+    """Raise `UserError` if a matrix is in zeros at a file's end. Tables may have unused rows."""
+    names, sizes = ModuleNames(model), read_headers([path])
+    tables = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
+    own = {f"{name}.weight" for name, module in model.named_modules() if id(module) in tables}
+    zeros = zeros_at_end(path)
+    if any(len(sizes[name].shape) > 1 and names.of(name) not in own for name in zeros):
+        raise UserError(
+            f"{path} ends in zeros, in {len(zeros)} of its {len(sizes)} tensors "
+            f"({some_of(zeros, limit=3)}): a copy or download of it broke off. Download or copy it "
+            "again."
+        )
 
 
 def _check_generation(folder: Path) -> None:
@@ -160,12 +178,19 @@ def describe_config(config: dict[str, Any], *, origin: Path) -> ModelShape:
                 return _shape(model, dtype=dtype)
             except UserError as error:
                 raise UserError(f"{origin}: model_type = {whole.model_type!r}: {error}") from None
+            except UNBUILDABLE as error:
+                raise UserError(
+                    f"{origin}: model_type = {whole.model_type!r}: its decoder does not run on "
+                    f"token ids and a mask of documents (Transformers {transformers.__version__}: "
+                    f"{said_by(error)}). Check that config.json belongs to the checkpoint, or "
+                    "choose another model.source."
+                ) from None
     except UserError:
         raise
     except UNBUILDABLE as error:
         raise UserError(
-            f"{origin} does not describe a decoder that Transformers {transformers.__version__} "
-            f"can build and run ({said_by(error)}). Check model.source."
+            f"{origin} does not describe a model that Transformers {transformers.__version__} can "
+            f"build ({said_by(error)}). Check model.source."
         ) from None
 
 
@@ -292,9 +317,10 @@ def _check_names(model: PreTrainedModel) -> None:
         name = f"{path}.weight"
         if isinstance(module, torch.nn.Linear) and names.loaded_as(name) != name:
             raise UserError(
-                f"PEFT would not find an adapter on {path} again: Transformers "
-                f"{transformers.__version__} has {names.loaded_as(name)} in its table of published "
-                "names. Choose another model.source."
+                f"an adapter on {path} could not be loaded again: Transformers "
+                f"{transformers.__version__} renames it to "
+                f"{names.loaded_as(name).removesuffix('.weight')} on loading, which the model has "
+                "not. Choose another model.source."
             )
 
 

@@ -23,6 +23,7 @@ ELEMENT_BYTES = {
     **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
     **dict.fromkeys(("F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"), 1),
 }
+TAIL_BYTES = 4096  # a page, which file systems write at once
 LFS_POINTER = b"version https://git-lfs"
 
 
@@ -43,6 +44,30 @@ def read_headers(files: Iterable[Path]) -> dict[str, TensorInfo]:
     """Return every tensor of safetensors files by name; a later file wins. Raises `UserError` if a
     file is no safetensors file, or shorter than its header says."""
     return {name: tensor for path in files for name, tensor in _read_file(path).items()}
+
+
+def zeros_at_end(path: Path) -> list[str]:
+    """Return the tensors, whole or cut, in at least `TAIL_BYTES` zeros at the end of a file: a copy
+    that broke off after its size was set leaves such."""
+    header, data_bytes = _read_header(path)
+    left = path.stat().st_size
+    begin = left - data_bytes
+    with path.open("rb") as file:
+        while left > begin:
+            start = max(begin, left - TAIL_BYTES)
+            file.seek(start)
+            if used := file.read(left - start).rstrip(b"\0"):
+                left = start + len(used)
+                break
+            left = start
+    if path.stat().st_size - left < TAIL_BYTES:
+        return []
+    ends = {n: x["data_offsets"][1] for n, x in header.items() if n != "__metadata__"}
+    return [
+        name
+        for name, end in ends.items()
+        if begin + end > left and math.prod(header[name]["shape"])
+    ]
 
 
 def is_beside(folder: Path, name: str) -> bool:

@@ -119,8 +119,9 @@ def check_loading(model: PreTrainedModel, reader: ConvertedReader) -> LeftOver:
         )
     if divided := reader.divided(other_parts(model)):
         raise UserError(
-            f"{reader.folder}: {divided} is stored in one tensor with others, which is supported "
-            "outside of the decoder alone. Choose another model.source."
+            f"{reader.folder}: model_type = {model.config.model_type!r}: its files keep {divided} "
+            "and other weights of the decoder in one tensor, which this workflow cannot write back "
+            "in parts. Choose another model.source."
         )
     for name, stored, expected in sorted(report["mismatched_keys"]):
         raise UserError(
