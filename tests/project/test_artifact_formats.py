@@ -26,6 +26,7 @@ OTHERS_FORMATS = {
         "lib/export/adapter_files.py",
         "lib/export/extended_model.py",
         "lib/export/gguf_files.py",
+        "lib/export/narrow_model.py",
         "lib/quantization/nf4_checkpoint.py",
         "lib/system/files.py",
         "scripts/quantize_base.py",

@@ -19,6 +19,7 @@ from tests.support.report_examples import (
     HOSTILE,
     SERVED_CHECK,
     add_gguf,
+    add_subject,
     edit,
     quantization,
     write_run,
@@ -180,7 +181,8 @@ WHOLE_BLOCKS = {
 
 
 def used(card, **replaced):
-    (block,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    """Run the card's last block of Python, with these folders; return its names."""
+    block = re.findall(r"```python\n(.*?)```", card, re.DOTALL)[-1]
     for placeholder, path in replaced.items():
         quoted = f"path/to/{placeholder.replace('__', '/')}"
         assert quoted in block
@@ -279,6 +281,31 @@ def test_hostile_text_is_neither_markup_nor_metadata(run):
 
 def serving(inputs):
     return model_card(inputs).partition("## Serving\n\n")[2].partition("\n## ")[0]
+
+
+def merged_too(run):
+    """Export and serve the merged model of a run as well."""
+    edit(run / "evaluate_run" / "tuned.json", lambda document: document.update(served=False))
+    add_subject(run, "merged", loss=1.5)
+    edit(run / "evaluate_run" / "merged.json", lambda document: document.update(served=True))
+
+
+def test_card_of_a_merged_run_loads_the_adapter_too(run, tmp_path):
+    merged_too(run)
+    tiny_model(FAMILIES["llama"].config("llama"), tmp_path / "model", dtype=torch.bfloat16)
+    tiny_tokenizer(tmp_path / "adapter")
+    write_json(tmp_path / "adapter" / "generation_config.json", {"eos_token_id": [2, 4]})
+    how: dict[str, Any] = {"compute_dtype": torch.bfloat16, "attention": "sdpa"}
+    how["device"] = torch.device("cpu")
+    tiny_adapter(load_base(tmp_path / "model", **how), tmp_path / "adapter")
+    card = model_card(read(run, model_id=None, revision=None))
+    assert 'merged = "path/to/merged"' in card
+    assert "`path/to/base` is the folder of" in card
+    loaded = used(card, base=tmp_path / "model", this__folder=tmp_path / "adapter")
+    ids = torch.arange(5, 40)[None]
+    with torch.no_grad():
+        evaluated = load_adapter(load_base(tmp_path / "model", **how), tmp_path / "adapter")
+        assert torch.equal(loaded["model"](ids).logits, evaluated(ids).logits)
 
 
 def test_command_is_the_one_that_was_run_and_cost_is_told(run):

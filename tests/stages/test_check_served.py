@@ -53,3 +53,20 @@ def test_environment_that_is_not_made_is_told_before_anything_runs(tmp_path, mon
     (run,) = runs(export={"serve": "vllm"}).values()
     with pytest.raises(UserError, match=r"\(run demo\): .* Run make serving"):
         check_local_paths("demo", run)
+
+
+@pytest.mark.parametrize(
+    ("lora", "words"),
+    [
+        ({"use_dora": True}, r"pairs of matrices alone: lora\.use_dora = True"),
+        ({"modules_to_save": ["lm_head"]}, r"alone: lora\.modules_to_save = lm_head"),
+        ({"r": 600}, r"its largest rank is 512: lora\.r = 600"),
+        ({"rank_pattern": {"q_proj": 513}}, r"largest rank is 512: q_proj = 513"),
+    ],
+)
+def test_adapter_that_vllm_refuses_is_refused_with_the_settings(lora, words):
+    """As vLLM 0.32 does: it was tried."""
+    with pytest.raises(UserError, match=rf"export\.serve = vllm: .*{words}\. Set export\.merged"):
+        runs(export={"serve": "vllm"}, lora=lora)
+    runs(export={"serve": "vllm", "merged": True}, lora=lora)
+    runs(lora=lora)

@@ -105,15 +105,16 @@ def holder(tmp_path):
         process.kill()
 
 
-def fail_within(folder):
+def fail_within(folder, error):
     with temporary_folder("work-", parent=str(folder)) as made:
         (made / "below").mkdir()
-        raise ZeroDivisionError
+        raise error
 
 
-def test_folder_is_gone_after_the_block_and_after_an_error(tmp_path):
-    with pytest.raises(ZeroDivisionError):
-        fail_within(tmp_path)
+@pytest.mark.parametrize("error", [ValueError, FileNotFoundError, KeyboardInterrupt])
+def test_folder_is_gone_after_the_block_and_after_an_error(tmp_path, error):
+    with pytest.raises(error):
+        fail_within(tmp_path, error)
     assert [*tmp_path.iterdir()] == []
 
 

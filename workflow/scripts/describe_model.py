@@ -28,8 +28,9 @@ logger = logging.getLogger("workflow")
 def main(args: argparse.Namespace) -> None:
     shape = describe_folder(args.model)
     try_exports(args.model, shape)
-    check_models(args.checks, shape)
-    write_checked_json(args.output, shape.document() | {CONFIG: read_config(args.model)})
+    config = read_config(args.model)
+    check_models(args.checks, shape, config)
+    write_checked_json(args.output, shape.document() | {CONFIG: config})
     logger.info("%s", facts(shape))
 
 

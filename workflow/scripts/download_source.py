@@ -14,6 +14,7 @@ from typing import Any
 
 from workflow.lib.data.reading import hub_download as hub
 from workflow.lib.model.architecture.adapter_config import check_continued
+from workflow.lib.model.architecture.config_file import read_config
 from workflow.lib.model.architecture.model_files import ADAPTER
 from workflow.lib.planning.preflight.checks import CHECKS_HELP, check_models
 from workflow.lib.system.environment import importing
@@ -57,7 +58,7 @@ def check_runs(
     with importing():
         from workflow.lib.model.describe_model import describe_file
 
-    check_models(checks, describe_file(config))
+    check_models(checks, describe_file(config), read_config(config))
 
 
 if __name__ == "__main__":

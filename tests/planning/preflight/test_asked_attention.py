@@ -14,4 +14,4 @@ def test_attention_of_gpus_is_refused_on_a_cpu_with_the_settings(tmp_path, name)
     shape = describe_folder(tiny_llama(tmp_path))
     run = only({"model": {"attention": name}, "hardware": {"gpus": 0}, "data": {"seq_len": 16}})
     with pytest.raises(UserError, match=rf"model\.attention = '{name}': it needs a GPU"):
-        check_settings(run, shape, trains_here=False)
+        check_settings(run, shape, {}, trains_here=False)

