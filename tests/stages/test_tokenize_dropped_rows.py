@@ -108,23 +108,32 @@ def test_overlong_row_that_is_dropped_counts_but_stops_nothing(stage):
     assert store.manifest["splits"]["train"]["rows_dropped"] == 1
 
 
-def test_overlong_row_that_is_split_becomes_several_documents(stage):
-    save_rows(stage.train, [*rows(NUM_TRAIN), LONG, LONG_PROMPT])
+def test_overlong_text_that_is_split_becomes_several_documents(stage):
+    text = "long " * SEQ_LEN
+    save_rows(stage.train, [*({"text": f"Text {n}"} for n in range(NUM_TRAIN)), {"text": text}])
+    save_rows(stage.heldout, [{"text": "Another one"}])
     store = stage.run(overlong="split")
-    full = expected_ids(stage, LONG)
-    pieces = [tuple(full[start : start + SEQ_LEN]) for start in range(0, len(full), SEQ_LEN)]
-    assert len(pieces) > 2
-    assert set(pieces) <= documents_of(store).keys()
-    whole, prompt = read_lines(stage.output / "truncated.jsonl")
-    assert (whole["tokens"], whole["documents"], whole["kept"]) == (
-        len(full),
-        len(pieces),
-        len(full),
-    )
-    assert prompt["documents"] == 1  # what comes before the answer trains nothing
+    (line,) = read_lines(stage.output / "truncated.jsonl")
+    assert line["documents"] > 2
+    assert line["tokens"] - line["kept"] <= 1  # a last token alone trains nothing
     train = store.manifest["splits"]["train"]
-    assert (train["rows_kept"], train["truncated"]) == (NUM_TRAIN + 2, 2)
-    assert train["documents"] == NUM_TRAIN + len(pieces) + 1
+    assert (train["rows_kept"], train["truncated"]) == (NUM_TRAIN + 1, 1)
+    assert train["documents"] == NUM_TRAIN + line["documents"]
+
+
+def test_source_has_its_own_treatment_of_long_rows(stage):
+    other = save_rows(stage.folder / "other.jsonl", [LONG])
+    save_rows(stage.train, [*rows(NUM_TRAIN), LONG])
+    sources = [str(stage.train), {"path": str(other), "overlong": "drop"}]
+    store = stage.run(train=sources)
+    assert store.manifest["dropped_by_reason"] == {"overlong": 1}
+    assert store.manifest["splits"]["train"]["truncated"] == 1
+
+
+def test_answer_that_no_cut_makes_shorter_is_no_document_without_its_prompt(stage):
+    save_rows(stage.train, [*rows(NUM_TRAIN), LONG])
+    store = stage.run(overlong="split", max_rejected_share=0.1)
+    assert store.manifest["dropped_by_reason"] == {"no cut between turns": 1}
 
 
 def test_row_whose_cut_leaves_nothing_trained_is_dropped(stage):

@@ -18,6 +18,7 @@ from workflow.lib.data.encoding.sample_encoder import Encoded
 from workflow.lib.data.reading.chunks import Row
 from workflow.lib.data.tokens.corpus import FEW_CHUNKS
 from workflow.lib.data.tokens.encoded_shards import encode_rows, is_finished
+from workflow.lib.data.tokens.overlong import Begun
 from workflow.lib.data.tokens.token_store import ARRAYS
 from workflow.lib.data.tokens.work_folder import work_folder
 from workflow.lib.system.errors import UserError
@@ -109,7 +110,7 @@ def test_part_that_a_power_cut_left_half_written_is_not_taken_up(part, tmp_path)
     document = Encoded(np.arange(9, dtype=np.uint32), np.arange(9) > 0, held_special_text=False)
     encode_rows(
         [Row(1, {})],
-        begin=lambda _: lambda: [document],
+        begin=lambda _: Begun(lambda: [document]),
         keys=KeyAccount(),
         seq_len=SEQ_LEN,
         overlong="drop",

@@ -13,6 +13,7 @@ from workflow.lib.data.reading.chunks import Row
 from workflow.lib.data.tokens.corpus import Corpus
 from workflow.lib.data.tokens.documents import collect_documents
 from workflow.lib.data.tokens.encoded_shards import Shard, encode_rows, read_facts
+from workflow.lib.data.tokens.overlong import Begun
 from workflow.lib.data.tokens.repetition.exchanges import Pieces
 from workflow.lib.data.tokens.splits import Split, whole_corpus
 
@@ -35,7 +36,7 @@ def split_of(folder: Path, name: str, documents: Sequence[Document]) -> Split:
         stem = folder / f"{name}-{first}"
         encode_rows(
             rows,
-            begin=lambda row: partial(encode, row),
+            begin=lambda row: Begun(partial(encode, row)),
             keys=KeyAccount(),
             seq_len=5000,
             overlong="drop",

@@ -190,6 +190,7 @@ def find_encodings(
             formats=tuple(name for name, _ in formats[split]),
             columns=tuple(columns for _, columns in formats[split]),
             group_by=tuple(source.group_by for source in splits[split]),
+            overlong=tuple(source.overlong for source in splits[split]),
             settings=settings,
             examples=examples,
         )

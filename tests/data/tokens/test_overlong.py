@@ -4,7 +4,13 @@ import numpy as np
 import pytest
 
 from workflow.lib.data.encoding.sample_encoder import Encoded
-from workflow.lib.data.tokens.overlong import CUT, OverlongError, TooLongError, tokens_needed
+from workflow.lib.data.tokens.overlong import (
+    CUT,
+    OverlongError,
+    TooLongError,
+    cut_to_length,
+    tokens_needed,
+)
 
 
 def answer(prompt, length, *, first=100):
@@ -63,3 +69,10 @@ def test_rated_answer_leaves_half_a_row_to_its_neighbour():
     (piece,) = CUT["rated"]([answer(3, 30)], seq_len=17, overlong="truncate")
     assert len(piece.ids) == 8
     assert tokens_needed([answer(3, 30)], "rated") == 66
+
+
+def test_text_is_split_anywhere_and_what_has_a_prompt_is_not():
+    pieces = cut_to_length(answer(1, 39), seq_len=17, overlong="split")
+    assert [len(piece.ids) for piece in pieces] == [17, 17, 6]
+    with pytest.raises(TooLongError, match=r"40 tokens, .* would have no prompt; data.seq_len: 40"):
+        cut_to_length(answer(2, 38), seq_len=17, overlong="split")

@@ -10,6 +10,7 @@ from workflow.lib.data.reading.chunks import Row
 from workflow.lib.data.tokens.corpus import Corpus
 from workflow.lib.data.tokens.documents import collect_documents
 from workflow.lib.data.tokens.encoded_shards import Shard, encode_rows, read_facts
+from workflow.lib.data.tokens.overlong import Begun
 from workflow.lib.data.tokens.splits import whole_corpus
 from workflow.lib.data.tokens.token_writer import blocks, packing_windows
 
@@ -31,7 +32,7 @@ def split_of(folder):
         stem = folder / f"train-{number}"
         encode_rows(
             rows,
-            begin=lambda row: partial(encode, row),
+            begin=lambda row: Begun(partial(encode, row)),
             keys=KeyAccount(),
             seq_len=SEQ_LEN,
             overlong="drop",

@@ -20,6 +20,7 @@ TemplateArgument = Annotated[str, Field(pattern=ARGUMENT)]
 TextKind = Literal[
     "system", "user", "assistant", "reasoning", "calls", "results", "tools", "template_kwargs"
 ]
+Overlong = Literal["truncate", "split", "drop"]
 SpecialTokens = Literal["text", "tokens"]
 DataPath = Annotated[str, Field(max_length=1024)]
 
@@ -126,6 +127,8 @@ class DataSource(Section):
     """As `data.columns`, for this source; null = as there."""
     group_by: str | None = Field(None, min_length=1, max_length=256)
     """As `data.group_by`, for this source; null = as there."""
+    overlong: Overlong | None = None
+    """As `data.overlong`, for this source; null = as there."""
 
 
 def _entry(value: Any) -> str:
@@ -210,9 +213,9 @@ class DataConfig(Section):
     """Length of a training row, tokens."""
     packing: bool = True
     """Pack several documents into a row; attention never crosses documents."""
-    overlong: Literal["truncate", "split", "drop"] = "truncate"
-    """Rows longer than `seq_len`: cut at the end, split into documents, or dropped; all are counted
-    and listed."""
+    overlong: Overlong = "truncate"
+    """Rows longer than `seq_len`: cut at the end, split (texts anywhere, chats before a question,
+    with the system text), or dropped; all are counted and listed. A source may have its own."""
     near_duplicates: Literal["remove", "refuse", "keep"] = "remove"
     """Held-out rows that a training row nearly repeats: removed, an error, or kept. They are always
     counted."""
@@ -254,6 +257,7 @@ class DataConfig(Section):
                     "format": source.format or self.format,
                     "columns": source.columns or self.columns,
                     "group_by": source.group_by or self.group_by,
+                    "overlong": source.overlong or self.overlong,
                 }
             )
             for source in sources

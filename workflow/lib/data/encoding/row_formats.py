@@ -87,6 +87,10 @@ class Weighted(NamedTuple):
 Sample = Unweighted | Weighted
 
 
+def plain(sample: Sample) -> Unweighted:
+    return sample.sample if isinstance(sample, Weighted) else sample
+
+
 class RowParts(NamedTuple):
     """The parts of a row for a format. value: its columns. optional: the same, empty without any
     optional one. keys: the account of keys."""

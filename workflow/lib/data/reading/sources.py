@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from workflow.lib.data.reading.compression import EXTENSIONS, file_type_of, known_type
-from workflow.lib.settings.data import DataColumns, DataConfig, DataSource, FileType
+from workflow.lib.settings.data import DataColumns, DataConfig, DataSource, FileType, Overlong
 from workflow.lib.system.checksums import HUB_RECORD
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.input_files import NOT_THERE, why_unreadable
@@ -44,6 +44,7 @@ class Source:
     format: str
     columns: DataColumns
     group_by: str | None
+    overlong: Overlong
     files: tuple[SourceFile, ...]
 
 
@@ -75,6 +76,7 @@ def _resolve(entry: DataSource, *, setting: str, root: Path) -> Source:
     paths = find_files(entry.path, setting=setting, root=root)
     assert entry.columns is not None, "DataConfig fills in the columns"
     assert entry.format is not None, "DataConfig fills in the format"
+    assert entry.overlong is not None, "DataConfig fills in what becomes of long rows"
     given = entry.file_type
     known = None if given is None or given == "auto" else given
     files = [
@@ -87,6 +89,7 @@ def _resolve(entry: DataSource, *, setting: str, root: Path) -> Source:
         format=entry.format,
         columns=entry.columns,
         group_by=entry.group_by,
+        overlong=entry.overlong,
         files=tuple(files),
     )
 

@@ -15,14 +15,16 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from workflow.lib.data.encoding.chat_messages import Conversation
 from workflow.lib.data.encoding.chat_template import keys_in_template
 from workflow.lib.data.encoding.keys_read import KeyAccount
 from workflow.lib.data.encoding.preference_rows import begin_judged, to_judged
-from workflow.lib.data.encoding.row_formats import to_sample
-from workflow.lib.data.encoding.sample_encoder import Encoded, SampleEncoder
+from workflow.lib.data.encoding.row_formats import plain, to_sample
+from workflow.lib.data.encoding.sample_encoder import SampleEncoder
 from workflow.lib.data.reading.chunks import NOT_UTF8, Chunk, Row
 from workflow.lib.data.reading.data_file import read_chunks
 from workflow.lib.data.reading.sources import Source
+from workflow.lib.data.tokens.divided_chats import divide_chat
 from workflow.lib.data.tokens.encoded_shards import (
     FIRST_REASONS,
     Shard,
@@ -31,10 +33,11 @@ from workflow.lib.data.tokens.encoded_shards import (
     is_finished,
     read_facts,
 )
+from workflow.lib.data.tokens.overlong import Begun
 from workflow.lib.data.tokens.process_pool import map_in_order
 from workflow.lib.data.tokens.work_folder import Listing, reason_kind
 from workflow.lib.settings.config import DataConfig
-from workflow.lib.settings.data import DataColumns, Format
+from workflow.lib.settings.data import DataColumns, Format, Overlong
 from workflow.lib.settings.objectives import Examples
 from workflow.lib.system.errors import setting_error
 from workflow.lib.system.files import file_sha256
@@ -60,6 +63,7 @@ class Encoding:
     formats: tuple[Format, ...]
     columns: tuple[DataColumns, ...]
     group_by: tuple[str | None, ...]
+    overlong: tuple[Overlong, ...]
     settings: DataConfig
     examples: Examples = "texts"
 
@@ -200,13 +204,23 @@ def make_encoder(encoding: Encoding) -> Callable[[ChunkTask], tuple[int, Path]]:
         for group_by in encoding.group_by
     ]
 
-    def begin(source: int, row: Row) -> Callable[[], list[Encoded]]:
+    def begin(source: int, row: Row) -> Begun:
         format, columns, keys = encoding.formats[source], encoding.columns[source], accounts[source]
         if encoding.examples == "texts":
-            return encoder.begin(to_sample(row.value, format=format, columns=columns, keys=keys))
+            sample = to_sample(row.value, format=format, columns=columns, keys=keys)
+            divide = None
+            if encoding.overlong[source] == "split" and isinstance(plain(sample), Conversation):
+                divide = partial(
+                    divide_chat,
+                    encoder,
+                    sample,
+                    seq_len=settings.seq_len,
+                    last_turn=settings.loss_on == "last_turn",
+                )
+            return Begun(encoder.begin(sample), divide)
         rated = encoding.examples == "rated"
         judged = to_judged(row.value, format=format, columns=columns, keys=keys, rated=rated)
-        return begin_judged(encoder, judged)
+        return Begun(begin_judged(encoder, judged))
 
     def encode(task: ChunkTask) -> tuple[int, Path]:
         if task.chunk is not None:
@@ -216,7 +230,7 @@ def make_encoder(encoding: Encoding) -> Callable[[ChunkTask], tuple[int, Path]]:
                 keys=accounts[task.source],
                 group_by=encoding.group_by[task.source],
                 seq_len=settings.seq_len,
-                overlong=settings.overlong,
+                overlong=encoding.overlong[task.source],
                 examples=encoding.examples,
                 stem=task.stem,
             )

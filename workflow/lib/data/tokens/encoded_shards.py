@@ -23,12 +23,13 @@ from workflow.lib.data.encoding.preference_rows import prompt_of
 from workflow.lib.data.encoding.row_values import RowError, UnwantedRowError, kind
 from workflow.lib.data.encoding.sample_encoder import Encoded, Note
 from workflow.lib.data.reading.chunks import BrokenRow, Row, Values
-from workflow.lib.data.tokens.overlong import CUT, Overlong, TooLongError, tokens_needed
+from workflow.lib.data.tokens.overlong import CUT, Begun, TooLongError, tokens_needed
 from workflow.lib.data.tokens.work_folder import Line
+from workflow.lib.settings.data import Overlong
 from workflow.lib.settings.objectives import Examples
 from workflow.lib.system.files import read_checked_json, write_checked_json
 
-SHARD_VERSION = 11  # raise it when the same chunk and settings give another shard
+SHARD_VERSION = 12  # raise it when the same chunk and settings give another shard
 # Rows that are rendered before they are tokenized: both are faster in one stretch.
 ROWS_BEGUN = 64
 DIGEST_BYTES = 8  # 64 bits: at 10^8 documents an accidental pair has a chance of 1 in 4,000
@@ -93,12 +94,12 @@ class ShardBuilder:
         self._table: list[tuple[int, ...]] = []
         self.facts = ShardFacts()
 
-    def add(self, row: Row | BrokenRow, begun: Callable[[], list[Encoded]] | RowError) -> None:
+    def add(self, row: Row | BrokenRow, begun: Begun | RowError) -> None:
         try:
             if isinstance(begun, RowError):
                 raise begun
             assert isinstance(row, Row), "a broken row is not begun"
-            self._keep(row.number, begun(), group_of(row.value, self._group_by))
+            self._keep(row.number, begun, group_of(row.value, self._group_by))
         except RowError as error:
             dropped = {"row": row.number, "reason": str(error), "preview": row.preview}
             self.facts.dropped.append(self.facts.rows_read)
@@ -114,9 +115,13 @@ class ShardBuilder:
         if isinstance(error, TooLongError):
             self.facts.needed_tokens = max(self.facts.needed_tokens, error.needed)
 
-    def _keep(self, number: int, examples: list[Encoded], group: int) -> None:
+    def _keep(self, number: int, begun: Begun, group: int) -> None:
+        examples = begun.encode()
         full = tokens_needed(examples, self._examples)
-        pieces = CUT[self._examples](examples, seq_len=self._seq_len, overlong=self._overlong)
+        if begun.divide is not None and full > self._seq_len:
+            pieces = begun.divide()
+        else:
+            pieces = CUT[self._examples](examples, seq_len=self._seq_len, overlong=self._overlong)
         if self._examples != "texts" and not group:
             group = max(1, digest(prompt_of(pieces[0].ids, pieces[0].mask).tobytes()))
         for piece in pieces:
@@ -184,7 +189,7 @@ def group_of(value: Values, group_by: str | None) -> int:
 def encode_rows(
     rows: Sequence[Row | BrokenRow],
     *,
-    begin: Callable[[Row], Callable[[], list[Encoded]]],
+    begin: Callable[[Row], Begun],
     keys: KeyAccount,
     seq_len: int,
     overlong: Overlong,
@@ -203,9 +208,7 @@ def encode_rows(
     builder.save(stem)
 
 
-def _begun(
-    row: Row | BrokenRow, begin: Callable[[Row], Callable[[], list[Encoded]]]
-) -> Callable[[], list[Encoded]] | RowError:
+def _begun(row: Row | BrokenRow, begin: Callable[[Row], Begun]) -> Begun | RowError:
     if isinstance(row, BrokenRow):
         return RowError(row.reason)
     try:

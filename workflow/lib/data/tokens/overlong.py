@@ -4,16 +4,23 @@ A pair has to fit into one row, so the longer answer is cut first. A rated answe
 at most: the other half is for the same prompt with the answer of another row (`neighbours`)."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Literal
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from workflow.lib.data.encoding.row_values import RowError, UnwantedRowError
 from workflow.lib.data.encoding.sample_encoder import Encoded
+from workflow.lib.settings.data import Overlong
 from workflow.lib.settings.objectives import Examples
 
-Overlong = Literal["truncate", "split", "drop"]
+
+@dataclass(frozen=True)
+class Begun:
+    """A row whose encoding has begun. encode: ends it; divide: encodes a chat in parts that fit, if
+    `data.overlong` says so; both raise `RowError`."""
+
+    encode: Callable[[], list[Encoded]]
+    divide: Callable[[], list[Encoded]] | None = None
 
 
 class OverlongError(UnwantedRowError):
@@ -87,8 +94,8 @@ CUT: dict[Examples, Callable[..., list[Encoded]]] = {
 
 
 def cut_to_length(encoded: Encoded, *, seq_len: int, overlong: Overlong) -> list[Encoded]:
-    """Return a row's documents of at most `seq_len` tokens: one, or with `split` all that train a
-    token. Raises `TooLongError` if there is none, `OverlongError` if it must be dropped."""
+    """Return a row's documents of at most `seq_len` tokens: one, or with `split` the parts of a
+    text. Raises `TooLongError` if that leaves none, `OverlongError` if it must be dropped."""
     length = len(encoded.ids)
     if length <= seq_len:
         return [encoded]
@@ -96,11 +103,14 @@ def cut_to_length(encoded: Encoded, *, seq_len: int, overlong: Overlong) -> list
         raise OverlongError(f"overlong: {length} tokens, seq_len is {seq_len}")
     if overlong == "truncate":
         return [cut(encoded, seq_len, needed=length, why=f"data.seq_len is {seq_len}")]
+    if not encoded.mask[1:].all():
+        raise TooLongError(
+            f"no cut: {length} tokens, data.seq_len is {seq_len}, and a part of an answer would "
+            "have no prompt",
+            needed=length,
+        )
     pieces = [part_of(encoded, start, start + seq_len) for start in range(0, length, seq_len)]
-    trained_pieces = [piece for piece in pieces if piece.mask.any()]
-    if not trained_pieces:
-        raise TooLongError("no trained token within seq_len: in no part", needed=length)
-    return trained_pieces
+    return [piece for piece in pieces if piece.mask.any()]
 
 
 def cut(encoded: Encoded, length: int, *, needed: int, why: str) -> Encoded:
