@@ -34,7 +34,7 @@ from workflow.lib.export.stock_models import load_adapter, load_base
 from workflow.lib.report.model_card import CardInputs, model_card
 from workflow.lib.report.verdict import read_measured
 from workflow.lib.settings.config import QuantizeConfig
-from workflow.lib.system.files import write_json
+from workflow.lib.system.files import read_json, write_json
 
 
 def read(folder, **changes):
@@ -201,8 +201,9 @@ def used(card, **replaced):
         ("mistral3", {}),
         ("mixtral", {}),
         ("llama in NF4", {}),
+        ("llama in words", {}),
     ],
-    ids=["usual", "single", "wide", "multimodal", "experts", "original in NF4"],
+    ids=["usual", "single", "wide", "multimodal", "experts", "original in NF4", "said to be"],
 )
 def test_card_loads_what_was_evaluated(run, tmp_path, family, quantize):
     """Bit for bit: the NF4 weights, the types, and the adapter; so are the logits. Rows are whole
@@ -212,8 +213,11 @@ def test_card_loads_what_was_evaluated(run, tmp_path, family, quantize):
     for name, size in WHOLE_BLOCKS.items():
         setattr(config.get_text_config(), name, size)
     model = tiny_model(config, tmp_path / "model", dtype=torch.bfloat16)
-    if packed:
+    if packed == "NF4":
         model = quantized(model, tmp_path / "packed")
+    elif packed:
+        said = {"quantization_config": {"quant_method": "fp8"}}
+        write_json(model / "config.json", read_json(model / "config.json") | said)
     nf4, adapter = tmp_path / "nf4", tmp_path / "adapter"
     settings = json.dumps({"quantize": QuantizeConfig(**quantize).model_dump(mode="json")})
     paths = {"model": model, "output": nf4, "log": tmp_path / "log.txt"}

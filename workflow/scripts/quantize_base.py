@@ -18,6 +18,8 @@ from transformers import PreTrainedModel
 
 from workflow.lib.artifacts.records import CalibrationFacts, Provenance, Quantization
 from workflow.lib.data.tokens.token_store import MANIFEST, TokenStore, recorded_arrays
+from workflow.lib.model.architecture.config_file import read_bounded
+from workflow.lib.model.architecture.quantization_settings import said_of_quantization
 from workflow.lib.model.backends import choose_device, resolve_dtype
 from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.model.nf4_model import auto_class, build_on_meta
@@ -73,7 +75,8 @@ def main(args: argparse.Namespace) -> None:
         check_loading(model, reader)
         stacks = expert_stacks(model)
         taken = check_taken(reader, linears, stacks, settings)
-        packed = bool(reader.packed)
+        said = read_bounded(args.model / "config.json")
+        packed = bool(reader.packed or said_of_quantization(said))
     check_blocks(stacks, settings)
     shapes = [*linears.values(), *(stack.shape for stack in stacks.values())]
     method, reason = TAKEN if taken else chosen_method(settings.method, shapes)

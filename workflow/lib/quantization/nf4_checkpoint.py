@@ -237,7 +237,8 @@ class ShardWriter:
 
 def only_here(method: str, settings: QuantizeConfig, *, stacks: bool, packed: bool) -> str | None:
     """Return why Transformers' own quantization of the original gives other weights; None if it
-    gives these. stacks: experts are in NF4, too; packed: the original was decoded first."""
+    gives these. stacks: experts are in NF4, too; packed: the original is, or its config.json says
+    so."""
     if method == "calibrated":
         return "their codes and scales are calibrated"
     if settings.block_size != BLOCK_OF_BITSANDBYTES:
@@ -248,7 +249,7 @@ def only_here(method: str, settings: QuantizeConfig, *, stacks: bool, packed: bo
     if stacks:
         return "experts are in 4 bits, which Transformers itself leaves in 16"
     if packed:
-        return "the original is packed in fewer bits, and was decoded first"
+        return "the original is packed in fewer bits, or its config.json says so"
     return None
 
 
