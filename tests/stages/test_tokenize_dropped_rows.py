@@ -1,7 +1,11 @@
 """Rows that the stage `tokenize_dataset` drops or cuts: listed, counted, and stopping the run where
 they are many."""
 
+import unicodedata
+
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from tests.support.encoding import PLAIN_TEMPLATE
 from tests.support.tokenizing import (
@@ -222,6 +226,56 @@ def test_answers_that_begin_with_their_prompt_are_counted_and_told(stage, caplog
     store = stage.run()
     assert [source["repeat_prompt"] for source in store.manifest["sources"]] == [2, 0]
     assert "2 rows repeat their prompt at the beginning of the answer" in caplog.text
+
+
+def test_rows_with_characters_that_the_tokenizer_does_not_know_are_counted(stage, caplog):
+    folder = stage.folder / "characters"
+    core = Tokenizer(
+        models.WordLevel({"<unk>": 0, "</s>": 1, "Who": 2, "me": 3}, unk_token="<unk>")
+    )
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, unk_token="<unk>", eos_token="</s>", pad_token="</s>"
+    )
+    tokenizer.save_pretrained(folder)
+    stage.tokenizer = folder
+    save_rows(stage.train, [{"text": "Who me"}, {"text": "Who me \u4e94"}])
+    save_rows(stage.heldout, [{"text": "me Who"}])
+    with caplog.at_level("INFO", logger="workflow"):
+        store = stage.run()
+    assert store.manifest["sources"][0]["unknown_characters"] == 1
+    assert "1 rows have characters that the tokenizer does not know" in caplog.text
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_composed_and_decomposed_letters_are_one_text(stage, chat):
+    template = stage.folder / "plain.jinja"
+    template.write_text(PLAIN_TEMPLATE)
+    texts = [unicodedata.normalize(form, "Où est l'été ?") for form in ("NFC", "NFD")]
+    trained, heldout = (talk("Wo?", text) if chat else {"text": text} for text in texts)
+    other = talk("Wann?", "Nie.") if chat else {"text": "Nie."}
+    save_rows(stage.train, [other, trained])
+    save_rows(stage.heldout, [heldout, talk("Wie?", "So.") if chat else {"text": "So."}])
+    store = stage.run(chat_template=str(template))
+    assert store.manifest["train_heldout_overlap"] == 1
+
+
+DATES = {
+    "{{ strftime_now('%d %b %Y') }}": "26 Jul 2024",
+    "{{ strftime_now('%d.%m.') }}": "2024-07-26",
+    "{{ date or 'July 26, 2024' }}": "July 26, 2024",
+    "Cutting Knowledge Date: December 2023": None,
+}
+
+
+@pytest.mark.parametrize("written", DATES)
+def test_date_that_the_template_writes_is_told(stage, caplog, written):
+    template = stage.folder / "dated.jinja"
+    template.write_text("<|system|>" + written + PLAIN_TEMPLATE)
+    with caplog.at_level("INFO", logger="workflow"):
+        store = stage.run(chat_template=str(template))
+    assert store.manifest["template_date"] == DATES[written]
+    assert ("writes the date" in caplog.text) == (DATES[written] is not None)
 
 
 def forgetful_template(folder):

@@ -34,6 +34,8 @@ class Source(Record):
     lost_blanks: int | None = None
     """Rows with blanks around an answer that special tokens of the tokenizer strip."""
     repeat_prompt: int | None = None  # rows whose answer begins with its prompt
+    unknown_characters: int | None = None
+    """Rows with a trained character that the tokenizer does not know."""
     unrendered: dict[str, int] | None = None
     """Rows with a text that the chat template left out, by its kind (`data.allow_unrendered`)."""
     documents: int | None = None  # documents of its rows, as an epoch takes them
@@ -164,6 +166,7 @@ class Manifest(Record):
     chat_template_sha256: str | None  # SHA-256 of the chat template; null for plain text
     template_kwargs: dict[str, Any] | None = None
     """The chat template's default arguments."""
+    template_date: str | None = None  # date that the chat template writes into every document
     sources: list[Source]  # the raw data files
     splits: Splits  # counts of both splits
     dropped_by_reason: dict[str, int]  # rows dropped, by the reason

@@ -36,6 +36,10 @@ DATE_MACRO = (
     " | replace('%A', 'Friday') | replace('%a', 'Fri') | replace('%H', '12') | replace('%M', '00')"
     " | replace('%S', '00') }}{% endmacro %}"
 )
+MONTH = "(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*"
+DATE = re.compile(
+    rf"\b(?:\d{{1,2}} {MONTH} \d{{4}}|{MONTH} \d{{1,2}}, \d{{4}}|\d{{4}}-\d\d-\d\d)\b"
+)
 # Templates write a text once, and a little around it. A tokenizer takes 150 bytes of memory for a
 # byte of text.
 MAX_RENDERED_CHARS = 2 * MAX_ROW_BYTES
@@ -124,6 +128,14 @@ class ChatTemplate:
             n.value for n in searched if isinstance(n, nodes.Const) and isinstance(n.value, str)
         ]
         return {*texts, *(text.replace("/", "", 1) for text in texts)}  # </think>, and so <think>
+
+    def date_in(self, text: str) -> str | None:
+        """Return the date in a text that the template wrote; `FIXED_DATE` if it asks for today in
+        other conversations."""
+        date = DATE.search(text)
+        if date is None:
+            return FIXED_DATE if "strftime_now" in self._source else None
+        return date[0]
 
     @cached_property
     def arguments(self) -> set[str]:

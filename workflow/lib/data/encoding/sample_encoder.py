@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal
+from unicodedata import is_normalized, normalize
 
 import numpy as np
 import numpy.typing as npt
@@ -27,8 +28,9 @@ from workflow.lib.settings.data import TextKind
 from workflow.lib.system.errors import UserError, setting_error
 
 # Facts on a row that its user should know: its first turn is not trained, as it has no prompt; the
-# tokenizer strips blanks around an answer; the answer begins with its prompt.
-Note = Literal["begin_untrained", "lost_blanks", "repeat_prompt"]
+# tokenizer strips blanks around an answer; the answer begins with its prompt; the tokenizer does
+# not know a trained character.
+Note = Literal["begin_untrained", "lost_blanks", "repeat_prompt", "unknown_characters"]
 SHORTEST_PROMPT = 8  # characters; an answer may begin with a shorter one by chance
 
 
@@ -45,6 +47,8 @@ class Encoded:
     """Of the tokens in the loss, (length,), 0 where the mask is False; None: the mask itself."""
     notes: frozenset[Note] = frozenset()
     desirable: bool = True  # of a rated answer: whether it is good
+    composed: npt.NDArray[np.uint32] | None = None
+    """Token ids of the same text in NFC, to compare it with others; None: the ids themselves."""
 
     def weighted(self, weight: float) -> "Encoded":
         weights = self.mask.astype(np.float32) if self.weights is None else self.weights
@@ -77,6 +81,8 @@ class SampleEncoder:
         adds_bos = bos is not None and tokenizer("x")["input_ids"][:1] == [bos]
         self._bos = [bos] if adds_bos else list[int]()  # the tokenizer itself puts it before a text
         self._unk: str | None = tokenizer.special_tokens_map.get("unk_token")
+        others = {bos, self._eos, tokenizer.pad_token_id}  # GPT-2's unk_token is its eos_token
+        self._unk_id = None if tokenizer.unk_token_id in others else tokenizer.unk_token_id
         texts = {False: chat_template, True: tool_template}
         templates = {
             for_tools: ChatTemplate(
@@ -107,11 +113,18 @@ class SampleEncoder:
         as `encode`. A block of rows rendered before it is encoded takes four fifths of the time, by
         the processor's caches."""
         begun = self._begin(sample)
-        return begun if self._known == self._vocab_size else partial(self._with_rows, begun)
+        is_whole = self._known == self._vocab_size and self._unk_id is None
+        return begun if is_whole else partial(self._known_only, begun)
 
-    def _with_rows(self, begun: Callable[[], list[Encoded]]) -> list[Encoded]:
-        """Return the encoded examples; raises `RowError` for a token without a row in the model."""
-        examples = begun()
+    def _known_only(self, begun: Callable[[], list[Encoded]]) -> list[Encoded]:
+        """Return the encoded examples, with a note on trained characters that the tokenizer does
+        not know; raises `RowError` for a token without a row in the model."""
+        examples = [
+            replace(example, notes=example.notes | {"unknown_characters"})
+            if np.any(example.mask & (example.ids == self._unk_id))
+            else example
+            for example in begun()
+        ]
         largest = max(int(example.ids.max(initial=0)) for example in examples)
         if largest >= self._known:
             raise RowError(
@@ -152,6 +165,13 @@ class SampleEncoder:
         ends = {end for _, _, last_tokens in self._answered_probes() for end in last_tokens}
         return sorted(ends & self._encoder.special_ids)
 
+    def written_date(self) -> str | None:
+        """Return the date that the chat template writes into every document, if any."""
+        for prober in self._probers.values():
+            if date := prober.template.date_in(prober.whole(PROBE)):
+                return date
+        return None
+
     def _answered_probes(self) -> Iterator[tuple[Conversation, list[int], list[int]]]:
         """Yield each probe in the template's form, its ids, its trained turns' last tokens."""
         for probe in PROBES if self._renderers else ():
@@ -187,7 +207,18 @@ class SampleEncoder:
         before = self._bos if ids[:1] != self._bos else []
         after = [self._eos] if ids[-1:] != [self._eos] else []
         ids = [*before, *ids, *after]
-        return [_encoded(ids, [(0, len(ids))], held_special_text=bool(held))]
+        encoded = _encoded(ids, [(0, len(ids))], held_special_text=bool(held))
+        composed = self._composed(text, guarded=False)
+        if composed is None:
+            return [encoded]
+        return [replace(encoded, composed=np.array([*before, *composed, *after], dtype=np.uint32))]
+
+    def _composed(self, text: str, *, guarded: bool) -> npt.NDArray[np.uint32] | None:
+        """Return the ids of a text in NFC; None if it is in this form."""
+        if text.isascii() or is_normalized("NFC", text):
+            return None
+        ids = self._encoder.encode_rendered(normalize("NFC", text), guarded=guarded).ids
+        return np.array(ids, dtype=np.uint32)
 
     def _encode_tokens(self, row: TokenRow) -> list[Encoded]:
         """Take the ids unchanged, without further tokens before or after."""
@@ -266,7 +297,10 @@ class SampleEncoder:
                 examples.append(own if weight is None else own.weighted(weight))
         if spans or not text.turns:
             encoded = _encoded(tokens.ids, spans, of_spans)
-            examples.append(replace(encoded, notes=frozenset(notes)) if notes else encoded)
+            composed = self._composed(text.text, guarded=guarded)
+            if notes or composed is not None:
+                encoded = replace(encoded, notes=frozenset(notes), composed=composed)
+            examples.append(encoded)
         return examples
 
     def _own_example(self, text: str, turn: Turn, guarded: bool) -> Encoded:

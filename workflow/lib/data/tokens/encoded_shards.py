@@ -29,7 +29,7 @@ from workflow.lib.settings.data import Overlong
 from workflow.lib.settings.objectives import Examples
 from workflow.lib.system.files import read_checked_json, write_checked_json
 
-SHARD_VERSION = 12  # raise it when the same chunk and settings give another shard
+SHARD_VERSION = 13  # raise it when the same chunk and settings give another shard
 # Rows that are rendered before they are tokenized: both are faster in one stretch.
 ROWS_BEGUN = 64
 DIGEST_BYTES = 8  # 64 bits: at 10^8 documents an accidental pair has a chance of 1 in 4,000
@@ -133,7 +133,7 @@ class ShardBuilder:
                     int(np.count_nonzero(piece.mask)),
                     self.facts.rows_read,
                     number,
-                    digest(piece.ids.tobytes()),
+                    digest((piece.ids if piece.composed is None else piece.composed).tobytes()),
                     group,
                     piece.desirable,
                 )

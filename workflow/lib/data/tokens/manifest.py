@@ -75,6 +75,7 @@ def manifest(
         "dropped_by_reason": dict(sorted(listing.dropped_by_reason.items())),
         "train_heldout_overlap": listing.dropped_by_reason[OVERLAP],
         "template_kwargs": encoding.settings.template_kwargs,
+        "template_date": encoding.encoder.written_date(),
         **repeated,
         "licences": licences,
         "samples": [_segments(train[position], tokenizer) for position in sampled(train)],

@@ -18,6 +18,9 @@ NOTES: dict[Note, str] = {
         "repeat their prompt at the beginning of the answer, and it is trained there; take it out "
         "of the answers, unless a model should repeat it"
     ),
+    "unknown_characters": (
+        "have characters that the tokenizer does not know: its unknown token is trained for them"
+    ),
 }
 logger = logging.getLogger("workflow")
 
@@ -69,6 +72,12 @@ def log_facts(
         logger.warning(message, special, SETTING)
     elif special:
         logger.info("%d rows spell a special token; it was encoded as %s", special, special_tokens)
+    if facts["template_date"] is not None:
+        logger.info(
+            "the chat template writes the date %s into every document; its arguments may set "
+            "another (data.template_kwargs)",
+            facts["template_date"],
+        )
     if facts["pad_token_origin"] == "eos_token":
         logger.info("no pad token: rows are filled with eos, which is never trained there")
 

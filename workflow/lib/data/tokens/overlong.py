@@ -128,7 +128,13 @@ def part_of(encoded: Encoded, start: int, stop: int) -> Encoded:
     """Return the tokens [start, stop), of which the first is no target."""
     part = slice(start, stop)
     weights = None if encoded.weights is None else encoded.weights[part].copy()
-    piece = replace(encoded, ids=encoded.ids[part], mask=encoded.mask[part].copy(), weights=weights)
+    piece = replace(
+        encoded,
+        ids=encoded.ids[part],
+        mask=encoded.mask[part].copy(),
+        weights=weights,
+        composed=None if encoded.composed is None else encoded.composed[part],
+    )
     piece.mask[0] = False
     if weights is not None:
         weights[0] = 0.0
