@@ -49,10 +49,13 @@ CALIBRATED = {"method": "calibrated", "method_reason": "it is small"}
     ("changes", "method", "cost"),
     [
         (None, None, None),  # a base that was made elsewhere
-        ({}, None, None),  # of an earlier version
         ({"method": "absmax"}, "absmax", None),
         (CALIBRATED | {"calibration": facts(0).as_json()}, "calibrated (it is small)", None),
-        ({"calibration": facts().model_dump()}, None, summarize(facts())),
+        (
+            CALIBRATED | {"calibration": facts().model_dump()},
+            "calibrated (it is small)",
+            summarize(facts()),
+        ),
     ],
 )
 def test_method_and_cost_are_read_from_the_base(tmp_path, changes, method, cost):

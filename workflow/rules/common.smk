@@ -316,7 +316,11 @@ def forced_trainings():
     """Return the names of the runs whose training the command line forces (`--forcerun`, `--force`, `--forceall`)."""
     if workflow.touch or not workflow.is_main_process:
         return []
-    jobs = [job for job in workflow.dag.needrun_jobs() if re.fullmatch(r"(\w*_)?finetune", job.rule.name)]
+    jobs = [
+        job
+        for job in workflow.dag.needrun_jobs()
+        if re.fullmatch(r"(\w*_)?finetune", job.rule.name)
+    ]
     return [job.wildcards.run for job in jobs if workflow.dag.reason(job).forced]
 
 

@@ -22,10 +22,7 @@ rule export_step:
     params:
         config=lambda w: layout.stage_json("export_step", RUNS[w.run]),
         checkpoints=checkpoint_folder,
-        # Earlier checkpoints have none beside them.
-        adapter_config=lambda w, input: (
-            f"{placed(layout.stage_dir(w.run, 'finetune')) if is_kept(w) else checkpoint_folder(w, input)}/adapter_config.json"
-        ),
+        adapter_config=lambda w, input: f"{checkpoint_folder(w, input)}/adapter_config.json",
         model=lambda w: located(layout.model_dir(RUNS[w.run])),
         summary=lambda w, input, output: ["--summary", input.finetune] if input.finetune else [],
     shell:

@@ -103,7 +103,7 @@ def model_folders(args: argparse.Namespace) -> tuple[Path, Path]:
         folder = args.results.parent / model_dir(RunConfig(model=trained_model(args)))
         change = "Name another --model"
     else:
-        folder = args.results.parent / (summary.base or "unknown")
+        folder = args.results.parent / summary.base
         change = "Run the workflow again: snakemake --cores all"
     for path in (folder, exported / "adapter"):
         if not path.is_dir():

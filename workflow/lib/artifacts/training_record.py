@@ -85,7 +85,7 @@ class Summary(Record):
 
     run: str  # name of the run
     fingerprint: str  # id of the run's settings, data and base, as in its checkpoints' folder
-    base: str | None = None  # folder of the NF4 base; none: of an earlier version
+    base: str  # folder of the NF4 base
     device: str  # `cuda` or `cpu`
     device_name: str  # name of the GPU, or `CPU`
     processes: int  # processes that trained
@@ -117,8 +117,7 @@ class Summary(Record):
     tokens: int  # positions of all rows of all steps, padding included
     trained_tokens: int  # prediction targets of all steps
     elapsed_s: float  # seconds of training, over all starts
-    process_s: float | None = None
-    """The same times the processes of each start; none: of an earlier version."""
+    process_s: float  # the same times the processes of each start
     energy_j: float | None = None
     """Joules of the host's GPUs during the training, by NVML; null without one, and if the training
     was interrupted."""
@@ -127,7 +126,7 @@ class Summary(Record):
     tokens_per_s: float  # `tokens` a second, over all processes
     graphs_off: str | None = None  # why micro-batches, which were to be CUDA graphs, were none
     peak_bytes: PeakBytes  # predicted and measured peak memory
-    times: Times | None = None  # predicted and measured time; none: of an earlier version
+    times: Times  # predicted and measured time
     selected_step: int | None = None  # step of the selected adapter
     checks: list[Check]  # checks of the run on itself
     provenance: Provenance  # origin of the file
@@ -135,8 +134,7 @@ class Summary(Record):
     @property
     def device_hours(self) -> float:
         """Hours of training, summed over the processes: GPU hours where `device` is cuda."""
-        process_s = self.process_s
-        return (self.processes * self.elapsed_s if process_s is None else process_s) / 3600
+        return self.process_s / 3600
 
 
 class Step(Record):
