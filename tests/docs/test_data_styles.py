@@ -9,7 +9,7 @@ from workflow.lib.data.encoding.preference_rows import Judged, begin_judged
 from workflow.lib.data.encoding.sample_encoder import SampleEncoder
 from workflow.lib.system.errors import UserError
 
-REFUSED = {"glaive_tools", "oasst", "preference"}
+REFUSED = {"glaive_tools", "kto", "oasst", "preference"}
 
 
 @pytest.fixture(scope="module")
@@ -43,5 +43,5 @@ def test_rows_of_a_style_of_preferences_share_their_prompt(name, encoder):
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_style_that_means_no_format_is_refused(name):
-    with pytest.raises(UserError, match=r"^data\.format"):
+    with pytest.raises(UserError, match=r"^data\.(format|columns\.label)"):
         read_style(name)

@@ -105,6 +105,12 @@ def test_shared_settings_reach_the_runs_whose_objective_reads_them_and_no_other(
     assert runs["first"] == loaded({"first": {}})["first"]
 
 
+def test_answers_are_not_divided_by_a_source_of_its_own_either() -> None:
+    source = {"train": {"path": "a.jsonl", "overlong": "split"}}
+    with pytest.raises(UserError, match=r"data\.overlong = split: train.objective = dpo"):
+        loaded({"a": {"data": source}}, train={"objective": "dpo"})
+
+
 @pytest.mark.parametrize("objective", ["dpo", "kto"])
 @pytest.mark.parametrize(("key", "value"), [("loss_on", "all"), ("overlong", "split")])
 def test_answers_are_not_trained_with_their_prompts_or_divided(objective, key, value) -> None:

@@ -295,7 +295,7 @@ def test_weights_of_rows_are_stored_beside_the_same_tokens(stage):
     changed = [{**row, **({"weight": weights[n]} if n in weights else {})}
                for n, row in enumerate(rows(NUM_TRAIN))]  # fmt: skip
     save_rows(stage.train, changed)
-    store = stage.run(overlong="truncate")
+    store = stage.run(overlong="truncate", max_rejected_share=0.05)
     assert store.weights is not None
     assert np.array_equal(store.weights > 0, store.loss_mask)
     by_ids = documents_of(store, of=store.weights)

@@ -227,7 +227,8 @@ class RunConfig(Sections):
                 f"data.loss_on = all: train.objective = {objective} compares answers, and prompts "
                 "are none. Set completions"
             )
-        if examples != "texts" and data.overlong == "split":
+        sources = (*data.train_sources, *data.heldout_sources)
+        if examples != "texts" and any(source.overlong == "split" for source in sources):
             raise ValueError(
                 f"data.overlong = split: train.objective = {objective} is trained on {examples}, "
                 "which cannot be divided. Set truncate or drop"
