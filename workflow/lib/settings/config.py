@@ -228,7 +228,8 @@ class RunConfig(Sections):
                 "are none. Set completions"
             )
         sources = (*data.train_sources, *data.heldout_sources)
-        if examples != "texts" and any(source.overlong == "split" for source in sources):
+        treatments = {source.overlong for source in sources} or {data.overlong}
+        if examples != "texts" and "split" in treatments:
             raise ValueError(
                 f"data.overlong = split: train.objective = {objective} is trained on {examples}, "
                 "which cannot be divided. Set truncate or drop"
