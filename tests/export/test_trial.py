@@ -42,7 +42,11 @@ def test_update_that_goes_whole_to_each_published_part_is_refused(tmp_path, monk
     ],
 )
 def test_step_that_fails_is_named_before_the_training(name, step, tmp_path, monkeypatch):
-    def fails(*_, **__):
+    whole = getattr(trial, name)
+
+    def fails(*given, **named):
+        if name == "load_base" and given[0].name == "model":
+            return whole(*given, **named)
         raise IndexError("Dimension out of range")
 
     monkeypatch.setattr(trial, name, fails)

@@ -51,6 +51,9 @@ def outcome(family: str, folder: Path) -> str:
         layers = getattr(config.get_text_config(decoder=True), "layer_types", None) or [0]
         shorten_(config, max(1, *map(layers.index, layers)) + 1)
         narrow_(config)
+        text = config.get_text_config(decoder=True)
+        for name in [name for name, x in vars(text).items() if "drop" in name and type(x) is float]:
+            setattr(text, name, 0.0)  # stock is compared without dropout
         tiny_model(config, folder / "original")
     except Exception as error:
         return f"{NOT_MADE}{type(error).__name__}: {' '.join(str(error).split())[:150]}"

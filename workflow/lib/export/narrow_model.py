@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig
 
 from workflow.lib.export.peft_folder import Trained, save_exported
 from workflow.lib.model.decoder_layers import drop_other_parts_
@@ -46,14 +46,10 @@ def plain_config(source: Path, folder: Path) -> PretrainedConfig:
     return config
 
 
-def write_random(config: PretrainedConfig, folder: Path, *, dtype: torch.dtype) -> PreTrainedModel:
-    """Write a random model of plain weights, and return it."""
+def write_random(config: PretrainedConfig, folder: Path, *, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    model: PreTrainedModel = auto_class(config).from_config(
-        config, dtype=dtype, trust_remote_code=False
-    )
+    model = auto_class(config).from_config(config, dtype=dtype, trust_remote_code=False)
     model.save_pretrained(folder)
-    return model
 
 
 def shorten_(config: PretrainedConfig, kept: int) -> None:
@@ -61,18 +57,19 @@ def shorten_(config: PretrainedConfig, kept: int) -> None:
     place."""
     text = config.get_text_config(decoder=True)
     for part in _parts(config):
-        sizes = {n: v for n, v in vars(part).items() if re.fullmatch(LAYERS, n) and type(v) is int}
         few = kept if part is text else 1
         for name, value in vars(part).items():
-            by_layer = isinstance(value, list) or (
-                isinstance(value, str) and name.endswith("pattern")
-            )
-            if name in sizes:
-                setattr(part, name, min(value, few))
-            elif by_layer and len(value) in sizes.values():
-                setattr(part, name, value[:few])
-            elif part in (config, text) and re.fullmatch(TOKENS, name) and type(value) is int:
+            if part in (config, text) and re.fullmatch(TOKENS, name) and type(value) is int:
                 setattr(part, name, min(value, VOCABULARY - (not name.startswith("vocab"))))
+        sizes = {n: v for n, v in vars(part).items() if re.fullmatch(LAYERS, n) and type(v) is int}
+        count = getattr(part, "num_hidden_layers", max(sizes.values(), default=0))
+        for name, value in [*vars(part).items()] if count > few else ():
+            if name in sizes:  # of all layers, or of some, as those that share keys
+                setattr(part, name, few if value == count else min(value, few // 2))
+            elif isinstance(value, list) or (name.endswith("pattern") and isinstance(value, str)):
+                setattr(part, name, value[:few] if len(value) == count else value)
+        if by_layer := part.to_dict().get("per_layer_config"):  # Gemma 4's, which no attribute is
+            part.per_layer_config = {n: x for n, x in by_layer.items() if int(n) < few}
 
 
 def _parts(config: PretrainedConfig) -> Iterator[PretrainedConfig]:

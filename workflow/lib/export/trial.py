@@ -35,7 +35,11 @@ from workflow.lib.settings.config import QuantizeConfig
 from workflow.lib.system.errors import UserError
 
 IDS = torch.arange(9)[None]
-CPU = torch.device("cpu")
+STOCK: dict[str, Any] = {
+    "device": torch.device("cpu"),
+    "compute_dtype": torch.float32,
+    "attention": "eager",
+}
 
 logger = logging.getLogger("workflow")
 
@@ -49,8 +53,9 @@ def try_exports(source: Path, shape: ModelShape) -> None:
             config = plain_config(source, Path(name))
             shorten_(config, max(1, *map(shape.order.index, shape.order)) + 1)
             narrow_(config)
-            plain = write_random(config, Path(name) / "model", dtype=torch.float32).eval()
-            plain(input_ids=IDS, use_cache=False)  # or the narrow sizes do not fit each other
+            write_random(config, Path(name) / "model", dtype=torch.float32)
+            # The narrow sizes fit each other if stock Transformers runs its own file.
+            load_base(Path(name) / "model", **STOCK)(input_ids=IDS, use_cache=False)
             for step in _steps(Path(name)):
                 logger.debug("trial: %s", step)
         except Exception as error:
@@ -71,7 +76,7 @@ def _steps(folder: Path) -> Iterator[str]:
     yield "saving an adapter of it"
     adapter = write_narrow_adapter(model, folder / "adapter")
     yield "loading its base in stock Transformers"
-    stock = load_base(base, device=CPU, compute_dtype=torch.float32, attention="eager")
+    stock = load_base(base, **STOCK)
     yield "loading its adapter in stock PEFT"
     tuned = load_adapter(stock, folder / "adapter")
     yield "its evaluation"
