@@ -67,7 +67,7 @@ class Conversation:
             generation_config=self.sampling.config(max_new_tokens=self._room(ids.shape[1])),
             streamer=streamer,
         )
-        made: str = self.tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+        made = str(self.tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True))
         if self.tokenizer.chat_template is not None:
             self.turns = [*asked, {"role": "assistant", "content": made}]
         return made
