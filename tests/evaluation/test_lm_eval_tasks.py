@@ -5,8 +5,6 @@ import socket
 import numpy as np
 import pytest
 import torch
-from jinja2 import TemplateError
-from jinja2.exceptions import SecurityError, UndefinedError
 from lm_eval import utils
 
 from tests.support.models import random_llama
@@ -288,13 +286,13 @@ def _sandboxed():
 @pytest.mark.parametrize("escape", ESCAPES.values(), ids=ESCAPES)
 def test_task_template_cannot_leave_its_sandbox(tmp_path, escape):
     target = tmp_path / "here"
-    with pytest.raises((SecurityError, UndefinedError)):
+    with pytest.raises(UserError, match=r"of a task fails \((SecurityError|UndefinedError): "):
         utils.apply_template(escape.format(path=target), {"x": 1})
     assert not target.exists()
 
 
 def test_task_template_cannot_fill_the_memory_with_a_range():
-    with pytest.raises(OverflowError, match="Range too big"):
+    with pytest.raises(UserError, match="Range too big"):
         utils.apply_template("{% for i in range(10 ** 12) %}{% endfor %}", {})
 
 
@@ -331,8 +329,38 @@ def test_task_whose_template_is_stopped_is_refused_in_one_message(tmp_path, monk
         load(EVIL.model_copy(update={"tasks_dir": str(tmp_path)}), tiny_tokenizer(tmp_path / "t"))
 
 
+CATASTROPHE = "(.*?,?){1,40}!$"
+FILTER = f"filter: [{{function: regex, regex_pattern: '{CATASTROPHE}'}}]"
+EXPRESSIONS = {
+    "filter_list": f"filter_list: [{{name: f, {FILTER}}}]",
+    "metric_list": f"metric_list: [{{metric: exact_match, regexes_to_ignore: ['{CATASTROPHE}']}}]",
+}
+
+
+@pytest.mark.parametrize("part", EXPRESSIONS)
+def test_expression_of_a_task_that_matches_for_ever_is_stopped(
+    tmp_path, tokenizer, part, monkeypatch
+):
+    kept = [line for line in WRITE.splitlines() if not line.startswith(part)]
+    expression = EXPRESSIONS[part].replace("{", "{{").replace("}", "}}")
+    settings = task_file(tmp_path, "answers", template="\n".join([*kept, expression]))
+    (tasks,) = load(settings, tokenizer).values()
+    (task,) = tasks["tasks"].values()
+    task.build_all_requests(limit=1, rank=0, world_size=1)
+    answer = "aaaa, " * 8
+    for instance in task.instances:
+        instance.resps = [answer]
+    calls = {
+        "filter_list": task.apply_filters,
+        "metric_list": lambda: task.process_results(next(iter(task.eval_docs)), [answer]),
+    }
+    monkeypatch.setattr(limits, "MAX_SECONDS", 0.05)
+    with pytest.raises(UserError, match=rf"'answers': {part}.* takes more than 0\.05 seconds"):
+        calls[part]()
+
+
 def test_task_template_cannot_change_what_it_is_given():
-    with pytest.raises(SecurityError):
+    with pytest.raises(UserError, match="SecurityError"):
         utils.apply_template("{{ choices.append(3) }}", {"choices": [1]})
 
 
@@ -340,7 +368,7 @@ def test_task_templates_still_have_the_filters_and_newlines_of_the_harness():
     template = "{{ question | regex_replace('[0-9]', '') }} {{ choices[answer] }}\n"
     found = utils.apply_template(template, {"question": "a1b", "choices": ["x", "y"], "answer": 1})
     assert found == "ab y\n"
-    with pytest.raises(TemplateError):
+    with pytest.raises(UserError, match="'absent' is undefined"):
         utils.apply_template("{{ absent }}", {})
 
 
@@ -358,7 +386,7 @@ def write_task(folder, *, doc_to_text):
 def test_task_that_tries_to_escape_is_refused_in_one_message(tmp_path):
     target = tmp_path / "here"
     write_task(tmp_path, doc_to_text=ESCAPES["globals"].format(path=target))
-    with pytest.raises(UserError, match=r"evaluate\.tasks = .*SecurityError"):
+    with pytest.raises(UserError, match=r"evaluate\.tasks: .*SecurityError"):
         load(EVIL.model_copy(update={"tasks_dir": str(tmp_path)}), tiny_tokenizer(tmp_path / "t"))
     assert not target.exists()
 

@@ -193,3 +193,13 @@ def test_what_a_group_says_goes_before_what_its_task_says(tmp_path):
     (tmp_path / "one.yaml").write_text("task: one\nnum_fewshot: 0\n")
     (tmp_path / "all.yaml").write_text("group: all\ntask: [one]\nnum_fewshot: 2\n")
     check_tasks(EvaluateConfig(tasks=["all"], tasks_dir=str(tmp_path), num_fewshot=2))
+
+
+@pytest.mark.parametrize("repeats", ["1000000000", "0", "-1", "'many'", "[1]", ".inf"])
+@pytest.mark.parametrize(
+    "text", ["task: one\nrepeats: {}", "group: g\ntask: [{{task: one, repeats: {}}}]"]
+)
+def test_number_of_answers_has_a_bound(tmp_path, text, repeats):
+    (tmp_path / "one.yaml").write_text(text.format(repeats))
+    with pytest.raises(UserError, match=r"one\.yaml: repeats = .* from 1 to 1000"):
+        refuse_code(str(tmp_path))

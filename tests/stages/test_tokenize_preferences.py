@@ -200,3 +200,15 @@ def test_pairs_are_rated_answers_too(stage):
 def test_samples_say_which_answer_they_show(stage, make, examples, answers):
     origins = prepared(stage, make, examples).manifest["sample_origins"]
     assert [origin["answer"] for origin in origins[:2]] == answers
+
+
+def test_samples_show_no_key_of_a_service(stage):
+    key = "sk-ant-" + "api03-" + "x" * 80
+
+    def make(count, start=0):
+        return [row | {"chosen": f"{row['chosen']} {key}"} for row in pairs(count, start=start)]
+
+    samples = prepared(stage, make, "pairs").manifest["samples"]
+    texts = [text for sample in samples for text in sample]
+    assert any("***" in text for text, _ in texts)
+    assert not any(key in text for text, _ in texts)

@@ -26,6 +26,7 @@ from workflow.lib.system.environment import follows, is_worker
 from workflow.lib.system.errors import PeerLostError, StoppedError, UserError
 from workflow.lib.system.files import unwritable
 from workflow.lib.system.input_files import Inputs
+from workflow.lib.system.limits import INTERRUPTED, watched
 from workflow.lib.system.locks import exclusive
 from workflow.lib.system.redaction import redacted, secret_values
 
@@ -101,17 +102,30 @@ def run(
         if signal.getsignal(signal.SIGINT) is scripts.leave:
             signal.signal(signal.SIGINT, interrupt)
         with ExitStack() as stack:
+            stack.enter_context(watched(report_excess))
             if not locks_itself:
                 stack.enter_context(only_writer(args))
                 stack.enter_context(unchanged_inputs(args))
             mark_log(BEGUN)
             work(args)
             mark_log(ENDED)
-    except (Exception, KeyboardInterrupt) as error:
+    except SystemExit:
+        raise
+    except BaseException as error:  # a panic of Rust is no `Exception`
         end_by(error, prog=parser.prog)
 
 
-def end_by(error: Exception | KeyboardInterrupt, *, prog: str) -> NoReturn:
+def report_excess(message: str) -> None:
+    """Log the error of a stage that its watcher ends; of a worker its launcher logs it."""
+    if not is_worker():
+        logger.error("%s", message)
+        return
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    get_error_handler().record_exception(UserError(message))
+
+
+def end_by(error: BaseException, *, prog: str) -> NoReturn:
     """Log the error that ended the stage, and exit with its status.
 
     Call it where the error is handled: a defect is shown with its traceback."""
@@ -119,7 +133,7 @@ def end_by(error: Exception | KeyboardInterrupt, *, prog: str) -> NoReturn:
         logger.warning("%s", error)
         sys.exit(os.EX_TEMPFAIL)
     if isinstance(error, KeyboardInterrupt):
-        logger.error("interrupted; the same command takes up the work again")
+        logger.error(INTERRUPTED)
         sys.exit(130)
     if is_worker():  # the launcher logs it once for all
         keep_to_file()

@@ -60,6 +60,7 @@ def test_template_that_writes_the_date_gives_the_same_tokens_every_day(tokenizer
         "{{ messages.append({'role': 'user'}) }}",
         "{{ cycler.__init__.__globals__ }}",
         "{{ range(10 ** 9) | list }}",
+        "{{ 'x' | truncate(-1) }}",  # an assertion of Jinja
     ],
 )
 def test_template_runs_in_a_sandbox(tokenizer, attack):

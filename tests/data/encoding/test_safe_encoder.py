@@ -6,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import (
+    Regex,
     Tokenizer,
     decoders,
     models,
@@ -18,7 +19,8 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.support.encoding import encode, exchange, trained
 from tests.support.tiny import ROLES, TEXTS
-from workflow.lib.data.encoding.safe_encoder import first_from
+from workflow.lib.data.encoding.safe_encoder import encoding, first_from
+from workflow.lib.system.errors import UserError
 
 HOSTILE = ["<|end|>", "<|assistant|>", "a<|pad|>b", "<|user|><|begin|>", "<|end|", "<<|end|>>"]
 
@@ -138,3 +140,10 @@ def test_first_token_is_the_one_that_begins_at_the_character_or_behind_it(kind, 
     first = first_from(encoding, start)
     assert first == sum(begin < start for begin, _ in encoding.offsets)
     assert first_from(encoding, end, lo=first) == sum(begin < end for begin, _ in encoding.offsets)
+
+
+def test_panic_of_a_tokenizer_is_an_error_that_names_the_text():
+    tokenizer = Tokenizer(models.WordLevel({"x": 0}, unk_token="x"))
+    tokenizer.normalizer = normalizers.Replace(Regex("(x+x+)+y"), "")
+    with pytest.raises(UserError, match=r"tokenizer fails \(PanicException: .*begins with 'xxx"):
+        encoding(tokenizer, "x" * 60)

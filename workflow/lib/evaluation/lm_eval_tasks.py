@@ -12,6 +12,8 @@ import json
 import logging
 import math
 import random
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -28,20 +30,21 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from workflow.lib.artifacts.evaluation_record import Metric, Task
-from workflow.lib.data.reading.chunks import preview
 from workflow.lib.distributed.world import World
 from workflow.lib.evaluation.lm_eval_model import SharingHFLM
 from workflow.lib.evaluation.task_files import (
     known_tasks,
     local_task_names,
     refuse_code,
+    refuse_repeats,
     refuse_unrunnable,
 )
 from workflow.lib.evaluation.task_scores import MetricItems, TaskScores
 from workflow.lib.settings.config import EvaluateConfig
+from workflow.lib.system import limits
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.files import file_sha256
-from workflow.lib.system.limits import BoundedWork, ExcessError
+from workflow.lib.system.limits import BoundedWork, excess_error
 from workflow.lib.system.undocumented_interfaces import check_interfaces
 
 logger = logging.getLogger("workflow")
@@ -69,6 +72,7 @@ def load_tasks(
     manager = known_tasks(settings)
     loaded = {name: _load(name, manager, settings, shipped) for name in settings.tasks}
     for name, task in (pair for tasks in loaded.values() for pair in tasks["tasks"].items()):
+        refuse_repeats(task.get_config("repeats"), file=name)
         refuse_unrunnable(
             name,
             runs_code=getattr(task, "UNSAFE_CODE", False),
@@ -138,7 +142,8 @@ def _load(
 ) -> LoadedTasks:
     """Load definitions and data; errors of a task file or its data set become the user's."""
     try:
-        return dict(manager.load([_with_data(name, manager)]))
+        loaded = dict(manager.load([_with_data(name, manager)]))
+        return loaded | {"tasks": {n: _BoundedTask(t) for n, t in loaded["tasks"].items()}}
     except UserError:  # of a stopped template, or of our readers
         raise
     except Exception as error:
@@ -269,6 +274,43 @@ def _items(samples: dict[str, list[dict[str, Any]]], tasks: dict[str, Any]) -> M
     return items
 
 
+FILTERS_EXCESS, METRICS_EXCESS = (
+    f"evaluate.tasks: {{item}}: {part} {{excess}}. Correct it in the task's file, its regular "
+    "expressions without repetitions within repetitions, as (a+)+, or remove the task."
+    for part in ("filter_list", "metric_list, for one item,")
+)
+
+
+def _bounded(message: str, item: str, call: Callable[[], Any], *, items: int = 1) -> Any:
+    """Return the call's value; raise `UserError` with the message for excess or an error."""
+    try:
+        with BoundedWork(message, item, max_seconds=limits.MAX_SECONDS * (1 + items // 1000)):
+            return call()
+    except UserError:
+        raise
+    except Exception as error:
+        raise excess_error(message, item, f"fails ({type(error).__name__}: {error})") from error
+
+
+class _BoundedTask:
+    """A task whose filters and metrics, with regular expressions of its file, are bounded."""
+
+    def __init__(self, task: Any) -> None:
+        self._task = task
+        self._name = str(task.config.task)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._task, name)
+
+    def apply_filters(self) -> Any:
+        items = len(self._task.instances)
+        return _bounded(FILTERS_EXCESS, self._name, self._task.apply_filters, items=items)
+
+    def process_results(self, doc: Any, results: Any) -> Any:
+        scored = partial(self._task.process_results, doc, results)
+        return _bounded(METRICS_EXCESS, self._name, scored)
+
+
 # An item of a task is a prompt for a model; the longest context has some million tokens.
 MAX_RENDERED_CHARS = 2**24
 
@@ -278,18 +320,23 @@ def sandbox_task_templates() -> None:
         utils.env = sandboxed(utils.env)
 
 
+TEMPLATE_EXCESS = (
+    "evaluate.tasks: the template {item} of a task {excess} for one item. Change it in the task's "
+    "file, or remove the task."
+)
+
+
 class _BoundedTemplate(Template):
     source = ""
 
     def render(self, *args: Any, **kwargs: Any) -> str:
-        try:
-            with BoundedWork():
-                text = super().render(*args, **kwargs)
-        except ExcessError as excess:
-            raise _excess_error(str(excess), self.source) from None
+        text: str = _bounded(TEMPLATE_EXCESS, self.source, partial(super().render, *args, **kwargs))
         if len(text) > MAX_RENDERED_CHARS:
-            much = f"writes {len(text)} characters, more than {MAX_RENDERED_CHARS}"
-            raise _excess_error(much, self.source)
+            raise excess_error(
+                TEMPLATE_EXCESS,
+                self.source,
+                f"writes {len(text)} characters, more than {MAX_RENDERED_CHARS}",
+            )
         return text
 
 
@@ -299,21 +346,11 @@ class _BoundedSandbox(ImmutableSandboxedEnvironment):
     template_class = _BoundedTemplate
 
     def from_string(self, source: Any, *args: Any, **kwargs: Any) -> Template:
-        try:
-            with BoundedWork():
-                template = super().from_string(source, *args, **kwargs)
-        except ExcessError as excess:
-            raise _excess_error(str(excess), str(source)) from None
+        with BoundedWork(TEMPLATE_EXCESS, str(source)):
+            template = super().from_string(source, *args, **kwargs)
         assert isinstance(template, _BoundedTemplate), "the environment names the class"
         template.source = str(source)
         return template
-
-
-def _excess_error(excess: str, source: str) -> UserError:
-    return UserError(
-        f"evaluate.tasks: the template {preview(source)!r} of a task {excess} for one item. "
-        "Change it in the task's file, or remove the task."
-    )
 
 
 def sandboxed(environment: Environment) -> ImmutableSandboxedEnvironment:

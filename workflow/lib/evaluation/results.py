@@ -38,7 +38,7 @@ from workflow.lib.evaluation.task_scores import (
 )
 from workflow.lib.model.safetensors_reader import QUANTIZATION
 from workflow.lib.settings.subjects import REFERENCES, SUBJECT_LABELS, SUBJECTS, SubjectName
-from workflow.lib.system.redaction import public_name
+from workflow.lib.system.redaction import public_name, redacted
 
 
 def four_bits_of(base: Path) -> FourBits | None:
@@ -171,7 +171,8 @@ def _answer_losses(measured: Measurement, questions: Questions) -> dict[int, Los
 
 def _samples(measured: Measurement, questions: Questions) -> list[Sample]:
     def decode(ids: list[int], *, skip_special_tokens: bool = False) -> str:
-        return str(questions.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+        text = str(questions.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+        return redacted(text)
 
     if not measured.answers:  # of a model that was streamed layer by layer
         return []
@@ -180,7 +181,7 @@ def _samples(measured: Measurement, questions: Questions) -> list[Sample]:
             document=prompt.document,
             prompt=decode(prompt.prompt),
             reference=decode(prompt.reference, skip_special_tokens=True),
-            answer=answer,
+            answer=redacted(answer),
         )
         for prompt, answer in zip(questions.prompts, measured.answers, strict=True)
     ]

@@ -12,7 +12,7 @@ from workflow.lib.evaluation.code_free_tasks import METRICS, possible_code
 from workflow.lib.settings.evaluate import REWARDS, EvaluateConfig, is_loss
 from workflow.lib.settings.yaml_files import compose_yaml
 from workflow.lib.system.environment import importing
-from workflow.lib.system.errors import UserError, setting_error
+from workflow.lib.system.errors import UserError, as_yaml, setting_error
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -23,6 +23,7 @@ NO_HUB_CODE = {"HF_EVALUATE_OFFLINE": "1"}  # the package `evaluate` runs downlo
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 SINGLE_PROCESS = {"DISABLE_MULTIPROC": "1"}
 
+MAX_REPEATS = 1000  # the harness makes a copy of each item for each
 GROUP_KEYS = frozenset(("group", "group_alias", "task", "tag", "aggregate_metric_list", "metadata"))
 
 
@@ -78,8 +79,8 @@ def _names(keys: dict[str, list[str]]) -> set[str]:
 
 def refuse_code(tasks_dir: str) -> None:
     """Raise `UserError` if a task file of the folder, or an included one, may run Python: a tag
-    such as `!function`, or a key that `code_free_tasks` does not know. `lm_eval_tasks` bounds
-    templates in the files."""
+    such as `!function`, or a key that `code_free_tasks` does not know; or if its `repeats` are too
+    many. `lm_eval_tasks` bounds templates and regular expressions in the files."""
     waiting, seen = sorted(Path(tasks_dir).rglob("*.yaml")), set[Path]()
     while waiting:
         file = waiting.pop().resolve()
@@ -89,9 +90,23 @@ def refuse_code(tasks_dir: str) -> None:
         definition = _definition(file, tasks_dir)
         for code in possible_code(definition):
             raise _code_error(file, code, tasks_dir)
+        members = definition.get("task")
+        for one in (definition, *(members if isinstance(members, list) else [members])):
+            if isinstance(one, Mapping):
+                refuse_repeats(one.get("repeats"), file=file.name)
         included = definition.get("include") or []
         included = included if isinstance(included, list) else [included]
         waiting += [file.parent / str(name) for name in included]
+
+
+def refuse_repeats(repeats: Any, *, file: str) -> None:
+    """Raise `UserError` for a number of answers to each item that no memory holds."""
+    if repeats is not None and repeats not in range(1, MAX_REPEATS + 1):
+        raise UserError(
+            f"evaluate.tasks: {file}: repeats = {as_yaml(repeats)[:80]}, the answers to each item, "
+            f"must be a number from 1 to {MAX_REPEATS}. Change it in the task's file, or remove "
+            "the task."
+        )
 
 
 def _definition(file: Path, tasks_dir: str) -> dict[Any, Any]:

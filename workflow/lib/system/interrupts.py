@@ -15,8 +15,9 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
+from workflow.lib.system.limits import INTERRUPTED
+
 POLL_S = 0.2
-INTERRUPTED = "interrupted; the same command takes up the work again"
 _ENDING = list[int]()
 
 

@@ -255,10 +255,10 @@ def _cause(
     failure: ProcessFailure, memory_kills_before: int, inspect_inputs: Callable[[], list[str]]
 ) -> str:
     """Return a worker's error message, or why there is none."""
-    if failure.exitcode < 0:
+    said: Any = failure.message  # torch writes a mapping where it declares a string
+    if failure.exitcode < 0 and not isinstance(said, dict):  # else its watcher wrote why
         kills = memory_kills() - memory_kills_before
         return killed(-failure.exitcode, out_of_memory_kills=kills, damaged=inspect_inputs())
-    said: Any = failure.message  # torch writes a mapping where it declares a string
     if not isinstance(said, dict):
         return f"exit status {failure.exitcode}; its message stands above"
     return re.sub(r"^(UserError|PeerLostError: lost another process): ", "", str(said["message"]))

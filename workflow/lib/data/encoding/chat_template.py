@@ -20,9 +20,9 @@ from workflow.lib.data.encoding.chat_messages import Conversation
 from workflow.lib.data.encoding.message_forms import Message
 from workflow.lib.data.encoding.row_values import RowError
 from workflow.lib.data.encoding.tool_calls import Tool, ToolCall, with_short_ids
-from workflow.lib.data.reading.chunks import MAX_ROW_BYTES, preview
+from workflow.lib.data.reading.chunks import MAX_ROW_BYTES
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.limits import BoundedWork, ExcessError
+from workflow.lib.system.limits import BoundedWork
 
 GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
@@ -43,15 +43,10 @@ DATE = re.compile(
 # Templates write a text once, and a little around it. A tokenizer takes 150 bytes of memory for a
 # byte of text.
 MAX_RENDERED_CHARS = 2 * MAX_ROW_BYTES
-# Errors of a template for data that it was not written for.
-TEMPLATE_ERRORS = (
-    jinja2.TemplateError,
-    TypeError,
-    ValueError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
-    RecursionError,
+EXCESS = (
+    "data.chat_template, or without it the tokenizer's own: the chat template {excess} for one "
+    "conversation, which begins with {item}. Name a template without such loops or repetitions in "
+    "data.chat_template, or remove that conversation."
 )
 # Names that Jinja and Transformers give to every template.
 OWN_NAMES = {
@@ -206,7 +201,7 @@ class ChatTemplate:
         the template refuses or writes too much, `UserError` if it takes too much time or memory: a
         machine's limits must not decide which rows are trained."""
         try:
-            with BoundedWork():
+            with BoundedWork(EXCESS, str(messages[0]["content"] if messages else "")):
                 rendered: Any = render_jinja_template(  # annotated as str, it returns two lists
                     [messages],
                     tools=[dict(tool) for tool in tools] if tools else None,
@@ -215,10 +210,11 @@ class ChatTemplate:
                     return_assistant_tokens_mask=self.has_blocks,
                     **{**self._variables, **(template_kwargs or {})},
                 )
-        except TEMPLATE_ERRORS as error:
-            raise RowError(f"refused by the chat template: {error}") from None
-        except ExcessError as excess:
-            raise _excess_error(excess, messages) from None
+        except UserError:
+            raise
+        except Exception as error:  # any, for data that it was not written for
+            reason = str(error) or type(error).__name__
+            raise RowError(f"refused by the chat template: {reason}") from None
         texts, spans = rendered
         if len(texts[0]) > MAX_RENDERED_CHARS:
             raise RowError(
@@ -226,15 +222,6 @@ class ChatTemplate:
                 f"{MAX_RENDERED_CHARS}"
             )
         return texts[0], spans[0] if spans else []
-
-
-def _excess_error(excess: ExcessError, messages: list[Message]) -> UserError:
-    beginning = preview(str(messages[0]["content"] if messages else ""))
-    return UserError(
-        f"data.chat_template, or without it the tokenizer's own: the chat template {excess} for "
-        f"one conversation, which begins with {beginning!r}. Name a template without such loops or "
-        "repetitions in data.chat_template, or remove that conversation."
-    )
 
 
 def _with_json_arguments(messages: list[Message]) -> list[Message]:

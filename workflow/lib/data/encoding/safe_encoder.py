@@ -18,9 +18,37 @@ import numpy.typing as npt
 from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
+from workflow.lib.system.limits import WatchedWork
+
+EXCESS = (
+    "model.source: its tokenizer {excess} for one text, which begins with {item}. Take its "
+    "tokenizer.json from its source again, name another model, or remove that text."
+)
+# Bounds of one text: a tokenizer takes 2 µs and 150 bytes of memory for a character.
+MIN_SECONDS, SECONDS_PER_CHAR = 60.0, 2e-5
+MIN_BYTES, BYTES_PER_CHAR = 2**30, 256
 SHORT_TAIL = 64  # of a prompt's cached end; nearly all rows have the same
 MAX_TAILS = 1024
 PRIVATE_USE = 0xF0000  # first code point of plane 15, which has no assigned characters
+
+
+def encoding(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = False) -> Encoding:
+    """Return the encoding of a text. Raises `UserError` if the tokenizer fails: a defect of a
+    regular expression is a panic of Rust, which is no `Exception`."""
+    size = len(text)
+    work = WatchedWork(
+        EXCESS,
+        text,
+        seconds=MIN_SECONDS + SECONDS_PER_CHAR * size,
+        num_bytes=MIN_BYTES + BYTES_PER_CHAR * size,
+    )
+    try:
+        with work:
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise work.error(f"fails ({type(error).__name__}: {error})") from None
 
 
 class SafeEncoder:
@@ -96,9 +124,9 @@ class SafeEncoder:
     def encode_rendered(self, text: str, *, guarded: bool) -> Encoding:
         """Encode a rendered text. guarded: its messages went through `guard`."""
         if not guarded:
-            return self._plain.encode(text, add_special_tokens=False)
+            return encoding(self._plain, text)
         swapped = self._either.sub(lambda match: match.group().translate(self._swap), text)
-        return self._guarded.encode(swapped, add_special_tokens=False)
+        return encoding(self._guarded, swapped)
 
     def tokens(
         self, text: str, *, guarded: bool, before: "TextTokens | None" = None, turn: int = 0
@@ -148,7 +176,7 @@ class SafeEncoder:
 
     def encode_plain(self, text: str) -> Encoding:
         """Encode text of the data alone: no part of it becomes a special token."""
-        return self._guarded.encode(text, add_special_tokens=False)
+        return encoding(self._guarded, text)
 
 
 Special = tuple[int, int, int]

@@ -21,7 +21,7 @@ from workflow.lib.data.encoding.probes import OFFERING_PROBE, PROBE, PROBE_TEXT,
 from workflow.lib.data.encoding.rendered_texts import Turn, TurnText
 from workflow.lib.data.encoding.row_formats import Sample, Weighted
 from workflow.lib.data.encoding.row_values import RowError
-from workflow.lib.data.encoding.safe_encoder import SafeEncoder, TextTokens
+from workflow.lib.data.encoding.safe_encoder import SafeEncoder, TextTokens, encoding
 from workflow.lib.data.encoding.token_rows import TokenRow
 from workflow.lib.data.encoding.trained_turns import LossOn, Rendered, TurnRenderer
 from workflow.lib.settings.data import TextKind
@@ -78,7 +78,8 @@ class SampleEncoder:
         self._loss_on = loss_on
         self._reads_tokens = special_tokens == "tokens"
         bos, self._eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-        adds_bos = bos is not None and tokenizer("x")["input_ids"][:1] == [bos]
+        with_bos = encoding(tokenizer.backend_tokenizer, "x", add_special_tokens=True).ids[:1]
+        adds_bos = bos is not None and with_bos == [bos]
         self._bos = [bos] if adds_bos else list[int]()  # the tokenizer itself puts it before a text
         self._unk: str | None = tokenizer.special_tokens_map.get("unk_token")
         others = {bos, self._eos, tokenizer.pad_token_id}  # GPT-2's unk_token is its eos_token

@@ -10,7 +10,13 @@ from workflow.lib.model.architecture.config_file import read_bounded, text_part
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.files import file_sha256
 from workflow.lib.system.input_files import read_input
+from workflow.lib.system.limits import WatchedWork
 
+EXCESS = (
+    "model.source: the tokenizer of {item} {excess} while it is loaded. Take its tokenizer.json "
+    "from its source again, or name another model."
+)
+MAX_SECONDS, MAX_BYTES = 300.0, 2**32  # vocabularies of 256,000 tokens take 3 s and 0.6 GiB
 DEFAULT_TEMPLATE = "default"
 TOOL_TEMPLATE = "tool_use"  # the template that Transformers uses for conversations with tools
 # Files whose chat template only `AutoProcessor` reads, in its order.
@@ -39,12 +45,15 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     if (folder / "config.json").is_file():
         read_bounded(folder / "config.json")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
+        with WatchedWork(EXCESS, str(folder), seconds=MAX_SECONDS, num_bytes=MAX_BYTES):
+            tokenizer = AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
         if tokenizer.chat_template is None:
             tokenizer.chat_template = _processor_template(folder)
-    except Exception as error:  # Transformers raises any error for broken files
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # Transformers raises any error for broken files, Rust panics
         if "trust_remote_code" in str(error):
             reason = "its tokenizer is code of the model's repository, which is never run"
             change = "Name a model whose tokenizer Transformers knows"

@@ -31,6 +31,7 @@ from workflow.lib.data.tokens.token_store import (
 from workflow.lib.data.tokens.work_folder import OVERLAP, Listing
 from workflow.lib.system.document_lengths import grouped
 from workflow.lib.system.files import file_sha256, provenance
+from workflow.lib.system.redaction import redacted
 
 Facts = dict[str, Any]  # a JSON object of the manifest
 LONGEST_ROWS = 5
@@ -283,6 +284,6 @@ def _segments(document: Document, tokenizer: PreTrainedTokenizerBase) -> list[tu
     ids, mask = (part[:SAMPLE_TOKENS] for part in document)
     edges = [0, *(np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist(), len(ids)]
     return [
-        (str(tokenizer.decode(ids[start:stop].tolist())), bool(mask[start]))
+        (redacted(str(tokenizer.decode(ids[start:stop].tolist()))), bool(mask[start]))
         for start, stop in pairwise(edges)
     ]

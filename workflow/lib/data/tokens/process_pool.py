@@ -1,7 +1,8 @@
 """Tasks spread over any number of processes; results come in the order of the tasks.
 
 Processes are forked, so they share loaded data; nothing with threads (torch, parallel tokenizers)
-may have run before. They ignore Ctrl-C, which their parent handles, and end with it."""
+may have run before. They ignore Ctrl-C, which their parent handles: it kills them. They end with
+their parent, and are watched as it is."""
 
 import gc
 import multiprocessing
@@ -14,10 +15,14 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from itertools import chain, islice
 from multiprocessing.connection import wait
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.hardware import shared_memory_lack
+from workflow.lib.system.limits import excess_of_pool, join_watch
+
+if TYPE_CHECKING:
+    from multiprocessing.sharedctypes import Synchronized
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -46,7 +51,8 @@ def map_in_order(
 ) -> Iterator[Result]:
     """Yield `prepare()(task)` for each task, in order, at most `AHEAD` per process in memory; all
     picklable. One process, or up to `alone` tasks, run here. An exception of a task is raised here;
-    `UserError` without shared memory, `KilledError` if a process is killed."""
+    `UserError` without shared memory, or of work that the watcher ended; `KilledError` if a process
+    is killed."""
     tasks = iter(tasks)
     first = list(islice(tasks, alone + 1))
     if processes == 1 or len(first) <= alone:
@@ -56,7 +62,10 @@ def map_in_order(
         raise UserError(f"{lack}.")
     context = multiprocessing.get_context("fork")
     pool = ProcessPoolExecutor(
-        processes, mp_context=context, initializer=_prepare, initargs=(prepare,)
+        processes,
+        mp_context=context,
+        initializer=_prepare,
+        initargs=(prepare, context.Value("i", 0)),
     )
     waiting: deque[Future[Result]] = deque()
     # else every process' collector writes to, and so copies, the pages shared with this one
@@ -69,17 +78,26 @@ def map_in_order(
         while waiting:
             yield waiting.popleft().result()
     except BrokenProcessPool:
+        if (excess := excess_of_pool()) is not None:
+            raise excess from None
         raise KilledError(
             f"One of {processes} working processes was killed, most likely because memory ran out. "
             "Start it again with fewer cores (--cores) or more memory; finished work is kept."
         ) from None
+    except BaseException:
+        for process in multiprocessing.active_children():
+            process.kill()
+        raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
         gc.unfreeze()
 
 
-def _prepare(prepare: Callable[[], Callable[[Any], Any]]) -> None:
+def _prepare(prepare: Callable[[], Callable[[Any], Any]], begun: "Synchronized[int]") -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with begun.get_lock():
+        join_watch(begun.value)
+        begun.value += 1
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _work[:] = [prepare()]
 

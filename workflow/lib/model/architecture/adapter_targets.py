@@ -11,7 +11,7 @@ from typing import Any
 
 from workflow.lib.settings.config import LoraSettings
 from workflow.lib.system.errors import UserError, setting_error
-from workflow.lib.system.limits import BoundedWork, ExcessError
+from workflow.lib.system.limits import BoundedWork
 
 # Names in checkpoints of the weights of one expert; stacks in the model have other names.
 OF_AN_EXPERT = frozenset({"experts", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
@@ -24,14 +24,11 @@ def adapter_ranks(
     """Return the rank of every adapted linear by path, in the order of `linears`. stacks: weights
     of experts that get an adapter. Raises `UserError` if a name or pattern matches none, takes too
     long, or sets an option that experts cannot have."""
-    try:
-        with BoundedWork():
-            ranks = _adapter_ranks(lora, list(linears), [*stacks])
-    except ExcessError as excess:
-        raise UserError(
-            f"lora.target_modules, rank_pattern or alpha_pattern: a regular expression {excess} to "
-            "match the model's layers. Write it without repetitions within repetitions, as (a+)+."
-        ) from None
+    with BoundedWork(
+        "lora.target_modules, rank_pattern or alpha_pattern: a regular expression {excess} to "
+        "match the model's layers. Write it without repetitions within repetitions, as (a+)+."
+    ):
+        ranks = _adapter_ranks(lora, list(linears), [*stacks])
     _check_experts(lora, [path for path in stacks if path in ranks])
     return ranks
 

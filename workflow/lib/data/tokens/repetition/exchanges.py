@@ -18,6 +18,13 @@ import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
+from workflow.lib.system.limits import WatchedWork
+
+EXCESS = (
+    "model.source: the decoder of its tokenizer {excess} for its tokens. Take its tokenizer.json "
+    "from its source again, or name another model."
+)
+MAX_SECONDS, MAX_BYTES = 300.0, 2**32  # 256,000 tokens take 2 s
 SHINGLE_WORDS = 6
 NOT_WORD = re.compile(r"[\W_]+")
 FACTOR = np.uint64(0x9E3779B97F4A7C15)
@@ -66,7 +73,8 @@ def pieces_of(tokenizer: PreTrainedTokenizerBase) -> Pieces:
     # Some decoders drop a space at the beginning of a text.
     numbers, start = range(len(tokenizer)), tokenizer.encode("a", add_special_tokens=False)[-1:]
     lead = len(str(tokenizer.decode(start)))
-    texts = [text[lead:] for text in tokenizer.batch_decode([[*start, n] for n in numbers])]
+    with WatchedWork(EXCESS, seconds=MAX_SECONDS, num_bytes=MAX_BYTES):
+        texts = [text[lead:] for text in tokenizer.batch_decode([[*start, n] for n in numbers])]
     texts = ["" if number in special else text for number, text in enumerate(texts)]
     hashes, letters, before, after = zip(*map(_piece, texts, numbers), strict=True)
     return Pieces(
