@@ -143,6 +143,10 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
         ["'mixtral'", "its mixtures have one expert"],
     ),
     (
+        {"model_type": "kosmos-2.5", "text_config": {}},
+        ["'kosmos-2.5'", "its decoder Kosmos2_5TextForCausalLM returns logits, and no hidden"],
+    ),
+    (
         {"model_type": "kosmos-2", "text_config": {}},
         ["'kosmos-2'", "does not run on token ids and a mask", "choose another model.source"],
     ),

@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from huggingface_hub import ModelCard
+from safetensors.torch import save_file
 
 from tests.support.forked_stage import command_line
 from tests.support.hub_server import WRITE_TOKEN, HubRepo, start_hub
@@ -27,7 +29,7 @@ def run(tmp_path):
     folder = write_run(tmp_path, "demo", num_steps=3)
     adapter = folder / "consolidate" / "adapter"
     write_json(adapter / "adapter_config.json", {"base_model_name_or_path": "acme/tiny", "r": 16})
-    (adapter / "adapter_model.safetensors").write_bytes(b"weights")
+    save_file({"weight": torch.zeros(2)}, adapter / "adapter_model.safetensors")
     write_checksums(adapter)
     (adapter / "README.md").write_text(CARD)
     return folder
@@ -89,7 +91,7 @@ def test_repeated_upload_goes_to_the_same_repository(run):
 def test_upload_that_broke_off_goes_on_with_the_files_that_are_missing(run):
     adapter = run / "consolidate" / "adapter"
     first, second = adapter / "adapter_model.safetensors", adapter / "more.safetensors"
-    second.write_bytes(b"other weights")
+    save_file({"weight": torch.ones(2)}, second)
     write_checksums(adapter)
     (adapter / "README.md").write_text(CARD)
     oids = {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in (first, second)}
@@ -152,8 +154,8 @@ def damage_weights(run):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (name_folder_in_card, "README.md names"),
-        (name_folder_in_adapter, "adapter_config.json names"),
+        (name_folder_in_card, "README.md holds"),
+        (name_folder_in_adapter, "adapter_config.json holds"),
         (name_folder_of_base_in_card, "4-bit weights that only this machine has"),
         (fail_training_check, "a check failed (Gathered weights equal"),
         (fail_parity, "a check failed (the exported adapter gives"),

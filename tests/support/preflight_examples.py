@@ -150,13 +150,13 @@ def write_checkpoint(
     shapes: dict[str, tuple[int, ...]] | None = None,
     dtype: Any = np.float16,
 ) -> Path:
-    """Write config.json and model.safetensors (zeros) to `folder`; return `folder`."""
+    """Write config.json and model.safetensors (ones) to `folder`; return `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     settings = TINY if config is None else config
     tensors = tensor_shapes(TINY) if shapes is None else shapes
     (folder / "config.json").write_text(json.dumps(settings))
-    zeros = {name: np.zeros(shape, dtype=dtype) for name, shape in tensors.items()}
-    save_file(zeros, folder / "model.safetensors")
+    ones = {name: np.ones(shape, dtype=dtype) for name, shape in tensors.items()}
+    save_file(ones, folder / "model.safetensors")
     return folder
 
 

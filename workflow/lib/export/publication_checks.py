@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from workflow.lib.settings.config import is_hub_id
+from workflow.lib.system.errors import UserError
 from workflow.lib.system.redaction import holds_secret, secret_values
 
 BASE = "base_model_name_or_path"  # key of adapter_config.json
@@ -70,17 +71,27 @@ def _machine_path(text: str, *, whole: bool) -> str | None:
 
 def _texts(path: Path) -> Iterator[tuple[str, str]]:
     """Yield the texts of a file with their keys; of one without keys the whole text."""
-    if path.suffix == ".safetensors":
-        yield from _values(json.loads(_safetensors_header(path)).get("__metadata__", {}))
-    elif path.suffix == ".gguf":
-        with path.open("rb") as file:
-            yield from _gguf_texts(file)
+    if path.suffix in WEIGHTS:
+        try:
+            yield from _texts_of_weights(path)
+        except (ValueError, struct.error, KeyError) as error:
+            raise UserError(
+                f"Nothing is published: {path} is not a whole {path.suffix[1:]} file ({error!r}). "
+                "Delete its folder and run the workflow again."
+            ) from None
     else:
         text = path.read_text(encoding="utf-8", errors="replace")
         try:
             yield from _values(json.loads(text))
         except (ValueError, RecursionError):
             yield "", text
+
+
+def _texts_of_weights(path: Path) -> list[tuple[str, str]]:
+    if path.suffix == ".safetensors":
+        return [*_values(json.loads(_safetensors_header(path)).get("__metadata__", {}))]
+    with path.open("rb") as file:
+        return [*_gguf_texts(file)]
 
 
 def _values(content: Any, key: str = "value") -> Iterator[tuple[str, str]]:
@@ -98,7 +109,7 @@ def _values(content: Any, key: str = "value") -> Iterator[tuple[str, str]]:
 
 def _safetensors_header(path: Path) -> bytes:
     with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
+        length = int.from_bytes(file.read(8), "little")
         return file.read(min(length, path.stat().st_size))
 
 

@@ -80,7 +80,12 @@ def recorded_layers(model: PreTrainedModel) -> list[LayerCalls]:
         _prepare(model, _Recorder(places))
         stack.enter_context(torch.no_grad())
         decoder: Any = model.get_decoder()
-        decoder(input_ids=ids, attention_mask=mask, use_cache=False, **{RECORDER: True})
+        made = decoder(input_ids=ids, attention_mask=mask, use_cache=False, **{RECORDER: True})
+    if hasattr(made, "logits"):
+        raise UserError(
+            f"its decoder {type(decoder).__name__} returns logits, and no hidden states. Choose "
+            "another model.source."
+        )
     return layers
 
 
