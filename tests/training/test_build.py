@@ -152,3 +152,16 @@ def test_cap_that_small_logits_do_not_reach_is_found(base):
     world = SimpleNamespace(device=torch.device("cpu"))
     with pytest.raises(UserError, match="its logits differ by"):
         check_family(training, random_store(rows=3, seq_len=11), world)
+
+
+def test_family_whose_own_forward_fails_is_refused_in_a_line(base, monkeypatch):
+    """Step 3 does, with layers of a window and no window in its config."""
+    training = adapted(base, r=2).eval()
+
+    def fails(*_):
+        raise ValueError("Could not find a `sliding_window`\nargument")
+
+    monkeypatch.setattr(training, "family_logits", fails)
+    world = SimpleNamespace(device=torch.device("cpu"))
+    with pytest.raises(UserError, match=r"own forward fails on text \(ValueError: Could not find"):
+        check_family(training, random_store(rows=3, seq_len=11), world)

@@ -23,6 +23,7 @@ from workflow.lib.kernels.attention.reference import attending_by_reference
 from workflow.lib.model.compared_layers import ComparedLayers
 from workflow.lib.model.decoder_layers import decoder_layers
 from workflow.lib.model.nf4_model import local
+from workflow.lib.model.published.loading import said_by
 from workflow.lib.model.recomputation import nothing_recomputed, recomputes
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.model.training_module import CausalLMForTraining
@@ -163,14 +164,21 @@ def _check_rows(store: TokenStore) -> Check:
 
 def check_family(training: CausalLMForTraining, store: TokenStore, world: World) -> Check:
     """Compare our logits with those of the family's own forward, which may compute more after its
-    head, at several magnitudes of the last hidden states. Raises `UserError` if they differ.
-    Collective."""
+    head, at several magnitudes of the last hidden states. Raises `UserError` if they differ, or if
+    that forward fails. Collective."""
     ids = torch.from_numpy(store.input_ids[:1, :FAMILY_TOKENS].astype("int64")).to(world.device)
     places = torch.arange(ids.shape[1], device=world.device)
     model: Any = training.peft_model.get_base_model()  # type: ignore[operator]
     grown = model.get_decoder().register_forward_hook(_growing)
     with forward_only(training):
-        theirs = training.family_logits(ids, places[None])
+        try:
+            theirs = training.family_logits(ids, places[None])
+        except (ValueError, TypeError, AttributeError, LookupError) as error:
+            raise UserError(
+                f"{type(model).__name__}: the family's own forward fails on text "
+                f"({said_by(error)}). Check that config.json belongs to the checkpoint, or choose "
+                "another model.source."
+            ) from error
         ours = training.logits(ids, places[None], places)
     grown.remove()
     by_token = (ours - theirs).abs().amax(dim=1), theirs.abs().amax(dim=1)
