@@ -19,6 +19,7 @@ from workflow.lib.model.describe_model import describe_config
 from workflow.lib.planning.memory.replay import Replay, replay
 from workflow.lib.planning.model_sizes import offload_window
 from workflow.lib.recording.recording_process import RecordingProcess, recording_process
+from workflow.lib.step_plan.base_plan import SUPERVISED
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.compute_choice import FLEX
 
@@ -132,6 +133,9 @@ def recorded_plan(line: dict[str, Any]) -> StepPlan:
     for old, new in (("products", "matmul_dtype"), ("products_in", "matmul_passes")):
         if old in setup:
             setup[new] = setup.pop(old)
+    setup.pop("saved_activations", None)  # an option of earlier plans
+    if setup.get("objective") == "next_token":  # its name before there were others
+        setup["objective"] = SUPERVISED
     if "setup" not in line:
         return StepPlan.of(setup)
     for name in ("fixed", "accumulates", "compute_bytes"):

@@ -51,6 +51,7 @@ MADE_UP_TOKENS = [
         ("mail a@b.example, see http://x.example", "mail a@b.example, see http://x.example"),
         ("hf_transfer", "hf_transfer"),
         ("Mistral-Small-24B-Instruct-2501-reasoning-v2-long",) * 2,
+        ("Qwen2_5OmniThinkerForConditionalGeneration",) * 2,
         (f"models/tiny-{'0f' * 20}/x, sk-learn and a key-value",) * 2,
         *((f"cannot read {token} now", "cannot read *** now") for token in MADE_UP_TOKENS),
     ],

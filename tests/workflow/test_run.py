@@ -1,5 +1,7 @@
 """Real runs of the real Snakefile: what they leave, and what a repeated command does."""
 
+import shutil
+
 import pytest
 import torch
 from peft import PeftModel
@@ -156,7 +158,8 @@ def test_setting_without_effect_on_the_result_continues_from_the_last_checkpoint
     two."""
     before = adapter_bytes(project)
     project.edit({"train": {"log_every_steps": 2}, "hardware": {"cpu_processes": 1}})
-    project.run("--forcerun", "finetune", "--", "train")  # neither setting asks for it
+    shutil.rmtree(project.folder("finetune"))  # neither setting asks for a new training
+    project.run("train")
     summary = project.json("finetune", "summary.json")
     assert (summary["processes"], summary["resumed_from_steps"]) == (1, [STEPS])
     assert adapter_bytes(project) == before

@@ -41,7 +41,7 @@ PREFIXED_TOKEN = re.compile(
     r"(?<![\w-])(?:[sprg]k|nvapi|xai|pplx|r8|gsk|npm|rpa|wandb_v1|tgp_v1)[-_][\w-]{24,}+"
     r"|(?<![\w-])(?:dapi|do[opr]_v1_|KGAT_|key-|ghs_|pul-)[0-9a-f]{32,}+"
     r"|(?<![\w-])(?:[A-Za-z][A-Za-z0-9]{1,11}[-_]){1,3}"
-    r"(?=[A-Za-z]*+\d)(?=[A-Z0-9]*+[a-z])(?=[a-z0-9]*+[A-Z])[A-Za-z0-9]{28,}+(?![\w-])"
+    r"(?=(?:[A-Za-z]*+\d){3})(?=[A-Z0-9]*+[a-z])(?=[a-z0-9]*+[A-Z])[A-Za-z0-9]{28,}+(?![\w-])"
     r"|(?<![\w-])eyJ[\w-]{8,}+\.[\w-]*+(?:\.[\w-]*+)?"  # JSON web tokens, RFC 7519
 )
 WORD = re.compile(r"[^\s'\"]{20,}")  # the length of the shortest token in the list
