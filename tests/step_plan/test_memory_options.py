@@ -89,8 +89,11 @@ def test_auto_tries_no_share_that_takes_the_layers_of_a_simpler_level(num_layers
 
 def test_plan_is_said_in_words():
     plan = setup(activation_checkpointing=0.625, offload_activations=4, offload_layers=3)
-    assert in_words(plan) == {
-        "recomputation": "5 of 8 layers",
-        "gathered weights": "freed",
-        "on the host": "activations of 4 layers, 3 layers",
+    assert in_words(plan, 36) == {
+        "recomputation": "23 of 36 layers",
+        "gathered weights": "freed after forward",
+        "offloaded to host memory": "activations of 4 of 36 layers, weights of 3 of 36 layers",
     }
+    alone = in_words(replace(plan, processes=1, activation_checkpointing=8), 36)
+    assert alone["recomputation"] == "5 of 36 layers"
+    assert "gathered weights" not in alone

@@ -89,6 +89,6 @@ def make_forecast(**changes: Any) -> Forecast:
             tried_plan(why="slower", peak_bytes=3 * 2**29, relative_time=1.1),
             tried_plan(micro_batch_size=2),
         ],
-        "model": {"num_layers": 3},
+        "model": {"order": [0] * 3},
     }
     return Forecast(**(fields | changes))

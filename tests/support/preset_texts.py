@@ -17,7 +17,7 @@ from workflow.lib.recording.recording_process import (
     recording_process,
 )
 from workflow.lib.settings.config import RunConfig, load_config
-from workflow.lib.step_plan.memory_options import in_words
+from workflow.lib.step_plan.memory_options import OFFLOADED, in_words
 from workflow.lib.system.gpu_models import BY_NAME
 from workflow.lib.system.units import GIB
 
@@ -68,9 +68,9 @@ def promised(name: str, decision: Decision) -> str:
     """Return the line in which a preset says what it takes."""
     chosen, limits = decision.chosen, decision.limits
     needed = limits.capacity_bytes + chosen.lacking_bytes
-    words = in_words(chosen.plan)
-    on_host = words["on the host"].replace(", ", " and ")
-    offloaded = "" if on_host == "nothing" else f"{on_host} on the host, "
+    words = in_words(chosen.plan, known_shape(only_run(name).model.source).num_layers)
+    on_host = words[OFFLOADED].replace(", ", " and ")
+    offloaded = "" if on_host == "nothing" else f"{on_host} offloaded to host memory, "
     return (
         f"{SAYS}{only_run(name).hardware.gpus} x {CARDS[name]}, not run there: micro-batch "
         f"{chosen.micro_batch_size}, recomputation of {words['recomputation']}, "

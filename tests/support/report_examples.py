@@ -185,7 +185,7 @@ def preflight() -> dict[str, Any]:
                 why="3.10 GiB too much",
             ),
         ],
-        model={"num_layers": 33, "hidden_size": 4099},
+        model={"order": [0] * 33, "hidden_size": 4099},
     )
     return forecast.model_dump() | {"provenance": provenance("preflight_run")}
 

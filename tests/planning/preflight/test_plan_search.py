@@ -174,9 +174,9 @@ def test_fastest_that_fits_is_chosen_and_memory_decides_between_recomputation_an
         chosen = choose(found, device="cuda")
         assert chosen.fits
         assert chosen.step_s == min(c.step_s for c in found if c.fits)
-        peaks[gib] = (in_words(chosen.plan)["recomputation"], chosen.micro_batch_size)
-    assert peaks[7][0] == "every layer"
-    assert peaks[40] == ("none", 4)
+        peaks[gib] = (in_words(chosen.plan, 80)["recomputation"], chosen.micro_batch_size)
+    assert peaks[7][0] == "all 80 layers"
+    assert peaks[40] == ("no layers", 4)
 
 
 def test_more_memory_never_makes_the_plan_slower():
@@ -189,4 +189,4 @@ def test_more_memory_never_makes_the_plan_slower():
 
 def test_gpu_that_no_table_knows_still_gets_a_plan():
     on = machine(gpu_names=("NVIDIA Future 9000",) * 2, gpu_bytes=96 * GIB)
-    assert in_words(decided(on=on).chosen.plan)["recomputation"] == "none"
+    assert in_words(decided(on=on).chosen.plan, 80)["recomputation"] == "no layers"

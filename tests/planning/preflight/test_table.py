@@ -1,5 +1,7 @@
 """Predictions as tables that a terminal can show."""
 
+import re
+
 import pytest
 
 from tests.support.plans import make_forecast
@@ -13,3 +15,29 @@ def test_no_line_is_wider_than_the_terminal_or_the_log(monkeypatch, columns):
     lines = render(make_forecast(), run="demo").splitlines()
     assert max(map(len, lines)) <= min(columns, WIDTH)
     assert any("hardware.memory_margin_gib" in line for line in lines)
+
+
+def test_long_steps_are_told_in_hours():
+    time = {
+        "step_s": 6870.0,
+        "step_range_s": (30.0, 7000.0),
+        "range_due_to": "the link",
+        "total_h": 12.0,
+        "tokens_per_s_per_process": 9.0,
+        "cost": None,
+        "parts_s": {},
+        "basis": "a probe",
+    }
+    text = " ".join(re.sub("[│┃]", " ", render(make_forecast(time=time), run="demo")).split())
+    assert "1 h 54 min a step (30 s to 1 h 56 min" in text
+
+
+def test_every_column_has_a_head():
+    terms, plans, facts = [
+        [cell.strip() for cell in line.split("┃")[1:-1]]
+        for line in render(make_forecast(), run="demo").splitlines()
+        if line.startswith("┃")
+    ]
+    assert terms == ["term", "size", "what it is"]
+    assert plans == ["micro-batch", "recomputation", "peak memory", "time, % of chosen", "result"]
+    assert facts == ["fact", "value"]

@@ -13,24 +13,20 @@ from workflow.lib.system.gpu_models import BY_NAME
 def test_unknown_gpu_is_only_ranked_and_is_named():
     speed = speed_of(machine(gpu_names=("NVIDIA Future 9000",)))
     assert not speed.known
-    assert (
-        "no speed is recorded for NVIDIA Future 9000 (`snakemake --cores all probe`" in speed.basis
-    )
+    assert "no speed is recorded for NVIDIA Future 9000 (`python -m workflow" in speed.basis
 
 
 def test_other_gpu_is_said_to_be_scaled_and_not_measured():
     basis = speed_of(machine()).basis
-    assert (
-        "scaled by data sheets to NVIDIA GeForce RTX 4090, not measured there (`snakemake" in basis
-    )
+    assert "scaled by data sheets to NVIDIA GeForce RTX 4090, not measured there (`pyth" in basis
 
 
 def test_each_kind_of_gpu_is_said_to_be_measured_or_not():
     names = ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA GeForce RTX 4090")
     assert speed_of(machine(gpu_names=names)).basis == (
         "recorded work, at rates scaled by data sheets to NVIDIA GeForce RTX 4090, not measured "
-        "there (`snakemake --cores all probe` does) and fitted to measurements on NVIDIA H100 80GB "
-        "HBM3 and fitted to measurements on NVIDIA H200"
+        "there (`python -m workflow.scripts.probe` does) and fitted to measurements on NVIDIA H100 "
+        "80GB HBM3 and fitted to measurements on NVIDIA H200"
     )
 
 

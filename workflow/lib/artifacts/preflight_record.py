@@ -86,6 +86,10 @@ class Forecast(PreflightRecord):
     model: dict[str, Any]
     """Facts of the model's shape (`ModelShape`), and its numbers of parameters."""
 
+    @property
+    def num_layers(self) -> int:
+        return len(self.model["order"])
+
 
 class Preflight(Forecast):
     """`preflight_run/preflight.json`: a forecast with its provenance."""

@@ -13,7 +13,6 @@ from workflow.lib.model.architecture.layer_choice import (
     activation_offload_layers,
     is_recomputed,
     recomputed_layers,
-    recomputed_share,
     spread,
 )
 from workflow.lib.step_plan.base_plan import SUPERVISED, BasePlan
@@ -67,7 +66,8 @@ class MemoryOption:
     """Whether a plan is equal to another one of the search."""
     title: str = ""
     """Title of `words`; rows with one title are joined. Empty: not among a plan's words."""
-    words: Callable[[Any], str] = str  # name of a value; empty: not named
+    words: Callable[[Any, int], str] = lambda value, num_layers: str(value)
+    """Name of a value, of a model with so many decoder layers; empty: not named."""
 
     @property
     def begins(self) -> Value:
@@ -183,11 +183,15 @@ def _levels(where: Circumstances) -> Sequence[Recomputation]:
     return [x for x, taken in layers.items() if not isinstance(x, float) or taken not in simple]
 
 
-def _level_in_words(level: Recomputation) -> str:
-    share = recomputed_share(level)
-    if share in (0, 1):
-        return "every layer" if share else "none"
-    return f"{share.numerator} of {share.denominator} layers"
+def _layers_in_words(count: int, num_layers: int) -> str:
+    if count in (0, num_layers):
+        return f"all {num_layers} layers" if count else "no layers"
+    return f"{count} of {num_layers} layers"
+
+
+def _activations_in_words(value: bool | int, num_layers: int) -> str:
+    count = num_layers if value is True else int(value)
+    return f"activations of {_layers_in_words(count, num_layers)}" if count else ""
 
 
 def _of_layers(what: str, *, off: str, whole: str = "") -> Callable[..., Obstacle | None]:
@@ -238,6 +242,8 @@ def _needs_16_bits(plan: BasePlan, value: Value, where: Circumstances) -> Obstac
     return _needs_gpu(plan, value, where)
 
 
+OFFLOADED = "offloaded to host memory"  # title
+
 # The order of remedies: first those without effect on the result, the nearest first, then those
 # that round.
 TABLE = (
@@ -249,7 +255,9 @@ TABLE = (
         first=True,
         tried=_levels,
         title="recomputation",
-        words=_level_in_words,
+        words=lambda level, num_layers: _layers_in_words(
+            len(recomputed_layers(level, num_layers)), num_layers
+        ),
     ),
     MemoryOption(
         "reshard_after_forward",
@@ -260,7 +268,7 @@ TABLE = (
         tried=lambda where: (True, False) if where.cuda and where.processes > 1 else (),
         frees_gathered=True,
         title="gathered weights",
-        words=lambda freed: "freed" if freed else "kept",
+        words=lambda freed, _: "freed after forward" if freed else "kept for backward",
     ),
     MemoryOption(
         "offload_embedding",
@@ -280,14 +288,12 @@ TABLE = (
         tried=lambda where: (False, max(1, where.num_layers // 2), True) if where.cuda else (),
         obstacle=_of_layers("activations", off="false", whole=" to true,"),
         on_host=True,
-        title="on the host",
+        title=OFFLOADED,
         # of recomputed layers the inputs are offloaded, all or none
         needless=lambda plan: (
             type(plan.offload_activations) is int and plan.activation_checkpointing == 1
         ),
-        words=lambda value: (
-            "activations" + ("" if value is True else f" of {value} layers") if value else ""
-        ),
+        words=_activations_in_words,
     ),
     MemoryOption(
         "offload_layers",
@@ -296,8 +302,10 @@ TABLE = (
         fewest=True,
         obstacle=_of_layers("weights", off="0"),
         on_host=True,
-        title="on the host",
-        words=lambda count: f"{count} layers" if count else "",
+        title=OFFLOADED,
+        words=lambda count, num_layers: (
+            f"weights of {_layers_in_words(count, num_layers)}" if count else ""
+        ),
     ),
     MemoryOption(
         "cuda_graphs",
@@ -341,10 +349,12 @@ def demands(plan: BasePlan) -> tuple[bool, bool]:
     return takes_host_memory(plan), keeps
 
 
-def in_words(plan: BasePlan) -> Mapping[str, str]:
-    """Return a plan's choices besides the micro-batch in words, by title."""
-    said: dict[str, list[str]] = {}
+def in_words(plan: BasePlan, num_layers: int) -> Mapping[str, str]:
+    """Return a plan's choices besides the micro-batch in words, by title. One process gathers
+    no weights."""
+    choices: dict[str, list[str]] = {}
     for option in TABLE:
-        if option.title:
-            said.setdefault(option.title, []).append(option.words(option.of(plan)))
-    return {title: ", ".join(filter(None, words)) or "nothing" for title, words in said.items()}
+        if option.title and (plan.processes > 1 or not option.frees_gathered):
+            words = option.words(option.of(plan), num_layers)
+            choices.setdefault(option.title, []).append(words)
+    return {title: ", ".join(filter(None, words)) or "nothing" for title, words in choices.items()}

@@ -50,10 +50,12 @@ def log_facts(
             "is sum(w (-log p)) / sum(w)",
             *(weights[key] for key in ("tokens", "smallest", "largest", "mean")),
         )
-    repeating = facts["train_heldout_near_duplicates"], facts["train_heldout_shared_groups"]
-    if any(repeating):
-        message = "heldout: %d rows nearly repeat a training row, %d others are of a group of one"
-        logger.info(message, *repeating)
+    for count, words in (
+        (facts["train_heldout_near_duplicates"], "nearly repeat a training row"),
+        (facts["train_heldout_shared_groups"], "share the group (data.group_by) of a training row"),
+    ):
+        if count:
+            logger.info("heldout: rows that %s: %d", words, count)
     for reason, count in facts["dropped_by_reason"].items():
         logger.info("dropped %d: %s", count, reason)
     if facts["dropped_by_reason"]:

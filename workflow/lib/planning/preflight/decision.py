@@ -310,14 +310,14 @@ def decide(
     )  # fmt: skip
     lack = None
     if chosen.lacking_bytes > 0:
-        lack = _reason(chosen, limits, machine)
+        lack = _reason(chosen, limits, shape, machine)
         if advise:
             lack += f". {_advice(run, shape, machine, chosen, record)}"
     lack = lack or _host_lack(chosen, limits, machine)
     lack = lack or _disk_lack(disk["checkpoints"] + disk["adapter"], disk_free_bytes)
     return Decision(
         fits=lack is None,
-        reason=lack or _reason(chosen, limits, machine),
+        reason=lack or _reason(chosen, limits, shape, machine),
         chosen=chosen,
         candidates=options,
         rows=rows,
@@ -354,13 +354,13 @@ def _unpredicted(
     return Candidate(only, NOTHING_KNOWN, lacking_bytes=0, step_s=0.0)
 
 
-def _reason(chosen: Candidate, limits: Budget, machine: Machine) -> str:
+def _reason(chosen: Candidate, limits: Budget, shape: ModelShape, machine: Machine) -> str:
     if chosen.peaks is NOTHING_KNOWN:
         return "the memory of this model cannot be predicted; the settings give the plan"
     needed = limits.capacity_bytes + chosen.lacking_bytes
     kind = "GPU" if machine.device == "cuda" else "process's share of the host"
     unsure = "" if chosen.replayed else ", estimated and not confirmed by a recording"
-    recomputation = in_words(chosen.plan)["recomputation"]
+    recomputation = in_words(chosen.plan, shape.num_layers)["recomputation"]
     return (
         f"micro-batch {chosen.micro_batch_size} (recomputation: {recomputation}) needs "
         f"{needed / GIB:.2f} of {limits.capacity_bytes / GIB:.2f} GiB of each {kind} (phase "

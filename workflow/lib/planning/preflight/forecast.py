@@ -131,6 +131,8 @@ def nearest_plans(plans: Sequence[TriedPlan]) -> list[TriedPlan]:
 
 def plan_choices(forecast: Forecast) -> list[str]:
     """Return the titles of `in_words` that differ among tried plans, and recomputation."""
-    described = [in_words(tried.plan(forecast.plan)) for tried in forecast.candidates]
+    described = [
+        in_words(tried.plan(forecast.plan), forecast.num_layers) for tried in forecast.candidates
+    ]
     differ = {title for title in described[0] if len({words[title] for words in described}) > 1}
     return [title for title in described[0] if title in differ | {"recomputation"}]

@@ -9,7 +9,7 @@ from rich.table import Table
 from workflow.lib.artifacts.preflight_record import Estimate, Forecast
 from workflow.lib.planning.preflight.forecast import nearest_plans, plan_choices
 from workflow.lib.step_plan.memory_options import in_words
-from workflow.lib.system.number_formats import duration
+from workflow.lib.system.number_formats import duration, spoken
 from workflow.lib.system.units import GIB, MIB
 
 METHODS = {
@@ -21,7 +21,7 @@ WIDTH = 100  # columns, where the terminal has not fewer
 
 def render(forecast: Forecast, *, run: str, host_origin: str | None = None) -> str:
     """Return a forecast's tables as plain text; host_origin: source of the amount of memory."""
-    facts = Table(show_header=False)
+    facts = Table("fact", "value")
     for row in _facts(forecast, host_origin=host_origin).items():
         facts.add_row(*row)
     return _printed(_terms(forecast, run=run), _plans(forecast), facts)
@@ -64,13 +64,12 @@ def _plans(forecast: Forecast) -> Table:
     plans = forecast.candidates
     shown, columns = nearest_plans(plans), plan_choices(forecast)
     table = Table(title=f"plans: {len(shown)} of {len(plans)}", title_justify="left")
-    for title in ("micro-batch", *columns, "peak", "step"):
-        table.add_column(title, justify="left" if title in columns else "right")
-    table.add_column("")
+    for title in ("micro-batch", *columns, "peak memory", "time, % of chosen", "result"):
+        table.add_column(title, justify="left" if title in (*columns, "result") else "right")
     for tried in shown:
         plan = tried.plan(forecast.plan)
-        chosen = (in_words(plan)[title] for title in columns)
-        relative = f"{100 * tried.relative_time:.1f}%"
+        chosen = (in_words(plan, forecast.num_layers)[title] for title in columns)
+        relative = f"{100 * tried.relative_time:.1f}"
         table.add_row(
             str(plan.micro_batch_size), *chosen, _size(tried.peak_bytes), relative, tried.why
         )
@@ -94,7 +93,7 @@ def summary(forecast: Forecast, *, run: str) -> str:
 def _facts(forecast: Forecast, *, host_origin: str | None) -> dict[str, str]:
     """All other facts in words."""
     plan, time = forecast.plan, forecast.time
-    parts = [f"{title}: {words}" for title, words in in_words(plan).items()]
+    parts = [f"{title}: {words}" for title, words in in_words(plan, forecast.num_layers).items()]
     phases = forecast.phases.items()
     host = _size(forecast.host_bytes)
     if forecast.host_capacity_bytes is not None:
@@ -104,7 +103,7 @@ def _facts(forecast: Forecast, *, host_origin: str | None) -> dict[str, str]:
     if forecast.disk_free_bytes is not None:
         disk += f"; free {_size(forecast.disk_free_bytes)}"
     return {
-        "verdict": forecast.verdict,
+        "verdict": spoken(forecast.verdict),
         "plan": f"{plan.processes} x {plan.device}, micro-batch {plan.micro_batch_size} x "
         f"accumulation {plan.accumulation_steps}, {plan.num_steps} steps, {plan.compute_dtype}; "
         f"{'; '.join(parts)}",
@@ -124,9 +123,9 @@ def _time(time: Estimate) -> str:
     span = ""
     if time.step_range_s is not None:
         least_s, most_s = time.step_range_s
-        span = f" ({least_s:.3g} to {most_s:.3g}, mostly by {time.range_due_to})"
+        span = f" ({duration(least_s)} to {duration(most_s)}, mostly by {time.range_due_to})"
     return (
-        f"{time.step_s:.3g} s a step{span}, {duration(3600 * time.total_h)} in all, {cost}"
+        f"{duration(time.step_s)} a step{span}, {duration(3600 * time.total_h)} in all, {cost}"
         f"{time.tokens_per_s_per_process:,.0f} tokens/s per process"
     )
 
