@@ -105,7 +105,7 @@ def test_unknown_key_is_answered_with_the_nearest_one_or_all(document, key, answ
 )
 def test_wrong_value_gives_one_line_with_setting_value_bound_and_change(section, key, value, bound):
     assert message({section: {key: value}}) == [
-        f"{section}.{key} = {as_yaml(value)}: {bound}. Change it in config.yaml."
+        f"{section}.{key} = {as_yaml(value)}: {bound}. Change it."
     ]
 
 
@@ -129,7 +129,7 @@ def test_wrong_value_gives_one_line_with_setting_value_bound_and_change(section,
 )
 def test_text_that_yaml_takes_for_something_else_is_to_be_quoted(section, key, value, shown, bound):
     (line,) = message({section: {key: value}})
-    assert line.startswith(f"{section}.{key} = {shown}: {bound}. Put it in quotes in config.yaml")
+    assert line.startswith(f"{section}.{key} = {shown}: {bound}. Put it in quotes")
 
 
 @pytest.mark.parametrize(
@@ -181,18 +181,18 @@ def test_exactly_one_of_epochs_and_max_steps_is_demanded(length, change):
 
 
 def test_key_that_yaml_reads_as_a_number_is_refused():
-    assert message({"train": {7: 1}}) == ["train.7: a key must be text. Change it in config.yaml."]
+    assert message({"train": {7: 1}}) == ["train.7: a key must be text. Change it."]
 
 
 @pytest.mark.parametrize(
     ("runs", "line"),
     [
-        ({}, "runs = {}: must have at least 1 entry. Change it in config.yaml."),
-        (None, "runs = null: must be a section (keys below it). Change it in config.yaml."),
-        ({"a": 3}, "runs.a = 3: must be a section (keys below it). Change it in config.yaml."),
+        ({}, "runs = {}: must have at least 1 entry. Change it."),
+        (None, "runs = null: must be a section (keys below it). Change it."),
+        ({"a": 3}, "runs.a = 3: must be a section (keys below it). Change it."),
         (
             {"a": {"lora": {"r": 0}}},
-            "runs.a.lora.r = 0: must be at least 1. Change it in config.yaml.",
+            "runs.a.lora.r = 0: must be at least 1. Change it.",
         ),
         (
             {"a": {"runs": {}}},

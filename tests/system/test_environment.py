@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from workflow.lib.system.environment import (
     find_place,
     follows,
     is_worker,
+    shipped_path,
     use_this_interpreter,
 )
 from workflow.lib.system.errors import UserError
@@ -137,3 +139,11 @@ def test_cause_is_told_of_the_node_where_it_happened(tmp_path, behaviour, cause)
     )
     assert re.search(f"ERROR lost another process: .*({noticed})", log.read_text())
     assert "process 0 of 2, the first to fail" not in log.read_text()
+
+
+def test_file_of_the_workflow_is_named_as_a_shell_finds_it(monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    assert shipped_path("envs/gguf.txt") == "envs/gguf.txt"
+    monkeypatch.chdir(tmp_path)
+    assert shipped_path("envs/gguf.txt") == shlex.quote(str(ROOT / "envs" / "gguf.txt"))
+    assert shipped_path("envs/no.txt") == "envs/no.txt of the workflow's repository"

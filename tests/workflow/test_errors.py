@@ -56,7 +56,11 @@ NO_SUCH_LAYER = ["run demo: lora.target_modules = 'q_prj'", "q_proj, k_proj", "a
         ({"lora": {"alhpa": 8}}, ["lora.alhpa", "no such key", "Did you mean 'alpha'"]),
         (
             {"hardware": {"nodes": 2}},
-            ["hardware.nodes = 2", "this machine is one node", "--profile workflow/profiles/slurm"],
+            [
+                "hardware.nodes = 2",
+                "this machine is one node",
+                "workflow/profiles/slurm, or set it to 1",
+            ],
         ),
     ],
 )
@@ -64,6 +68,16 @@ def test_wrong_setting_stops_before_any_job(fresh, tmp_path, edit, message):
     project = fresh.copy(tmp_path / "project")
     project.edit(edit)
     assert_said(refusal(project, after=[]), *message)
+
+
+def test_refusal_names_the_file_that_was_read(fresh, tmp_path):
+    project = fresh.copy(tmp_path / "project")
+    project.edit({"lora": {"r": 0}})
+    (project.root / "config.yaml").rename(project.root / "other.yaml")
+    output = project.snakemake("--dry-run", "all", "--configfile", "other.yaml").output
+    assert "other.yaml: the settings are not valid:" in output
+    assert "lora.r = 0: must be at least 1" in output
+    assert "config.yaml" not in output
 
 
 def test_setting_that_does_not_suit_the_model_stops_before_any_job_or_at_its_description(
@@ -174,7 +188,7 @@ def test_run_that_does_not_fit_stops_all_with_its_table_before_quantization(desc
     assert_said(done.output, "run second does not fit")
     log = (project.root / "logs" / "preflight_run" / "second.log").read_text()
     for text in (done.output, log):
-        assert "does_not_fit" in text
+        assert "│ does not fit" in text
         assert "adam_moments" in text
 
 

@@ -45,7 +45,7 @@ from workflow.lib.settings.config import (
 from workflow.lib.settings.overrides import overridden
 from workflow.lib.settings.yaml_files import check_yaml
 from workflow.lib.system import interrupts
-from workflow.lib.system.environment import use_this_interpreter
+from workflow.lib.system.environment import SOURCES, use_this_interpreter
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.hardware import (
     check_processes_can_work,
@@ -54,8 +54,6 @@ from workflow.lib.system.hardware import (
 )
 
 # Not `workflow.basedir`: it belongs to the Snakefile that imports this one as a module.
-SOURCES = Path(layout.__file__).parents[3]
-
 use_this_interpreter(SOURCES)
 
 # Adds a module's `prefix` to a path of `layout`, or logs. Snakemake adds it to inputs and outputs, not to params.
@@ -121,7 +119,8 @@ try:
     check_prefix(placed(""))
     if workflow.is_main_process:
         check_writable([Path(".snakemake"), Path(placed("logs")), Path(placed("results"))])
-    REPORT, RUNS = load_config(config)
+    origins = [*workflow.configfiles, *(["--config"] if given else [])]
+    REPORT, RUNS = load_config(config, origin=", ".join(map(str, origins)))
     check_sources(RUNS)
     if workflow.is_main_process and (ineffective := ineffective_settings(config)):
         print(

@@ -33,7 +33,7 @@ from workflow.lib.artifacts.records import Provenance
 from workflow.lib.recording.recording_process import recording_process
 from workflow.lib.settings.overrides import merge
 from workflow.lib.system.artifact_files import read_artifact, read_lines, write_lines
-from workflow.lib.system.environment import is_worker
+from workflow.lib.system.environment import is_worker, shipped_path
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import short_hash, write_checked_json
 from workflow.lib.system.hardware import visible_gpus
@@ -181,7 +181,9 @@ def _not_installed(request: Request) -> Obstacle | None:
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if not missing:
         return None
-    return Obstacle("not_installed", f"not installed: {', '.join(missing)} (envs/peers.txt)")
+    return Obstacle(
+        "not_installed", f"not installed: {', '.join(missing)} ({shipped_path('envs/peers.txt')})"
+    )
 
 
 def launch(args: argparse.Namespace, ready: Mapping[str, Prepared]) -> Exception | None:

@@ -21,7 +21,6 @@ from workflow.importing.draft import Draft, label
 from workflow.importing.reading import Kind, TrainerName, read_source
 from workflow.importing.rules import translate
 from workflow.lib.settings.config import NOT_VALID, load_config
-from workflow.lib.settings.errors_in_words import CHANGE
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.files import write_text
 from workflow.lib.system.gpu_models import parse_gpus
@@ -67,7 +66,7 @@ def checked(draft: Draft) -> dict[str, Any]:
     try:
         load_config(document)
     except UserError as error:
-        reason = str(error).removeprefix(NOT_VALID).replace(CHANGE, f"Change it in {file}.")
+        reason = str(error).removeprefix(NOT_VALID)
         for setting, keys in draft.came_from.items():
             if keys:
                 reason = reason.replace(f"  {setting} ", f"  {keys} ({setting}) ")

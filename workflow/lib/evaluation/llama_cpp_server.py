@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from workflow.lib.evaluation.model_server import BASE, QUIET_S, ModelServer
 from workflow.lib.settings.evaluate import GgufFormat
+from workflow.lib.system.environment import shipped_path
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.hardware import threads_of_job
 
@@ -63,7 +64,8 @@ class LlamaCppStart:
         if find_spec(PACKAGE) is None:
             raise UserError(
                 f"{self.setting}: the package {PACKAGE} is not installed, which is llama.cpp's "
-                f"server. Run pip install -r envs/gguf.txt, or leave out {self.setting}."
+                f"server. Run pip install -r {shipped_path('envs/gguf.txt')}, or leave out "
+                f"{self.setting}."
             )
         asked = {
             "model": str(self.model),

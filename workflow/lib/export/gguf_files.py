@@ -23,6 +23,7 @@ from workflow.lib.model.architecture.adapter_targets import adapter_scale
 from workflow.lib.model.architecture.stack_names import PREFIX
 from workflow.lib.quantization.nf4_checkpoint import read_settings
 from workflow.lib.settings.evaluate import ADAPTER_CONVERTER, CONVERTER, GgufFormat
+from workflow.lib.system.environment import shipped_path
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import read_json, write_json, write_text
 
@@ -96,8 +97,8 @@ def _convert(script: Path, source: Path, output: Path, *options: str, outtype: s
         raise UserError(
             f"export.gguf: llama.cpp's {script.name} could not make {output.name}: "
             f"{_reason(done.stderr)}. If a Python package is missing, run pip install -r "
-            "envs/gguf.txt. If the model is unknown there, name a newer checkout "
-            "(export.llama_cpp), or leave out export.gguf."
+            f"{shipped_path('envs/gguf.txt')}. If the model is unknown there, name a newer "
+            "checkout (export.llama_cpp), or leave out export.gguf."
         )
 
 
@@ -161,7 +162,8 @@ def quantize(source: Path, output: Path, *, format_name: GgufFormat, threads: in
     except ImportError:
         raise UserError(
             f"export.gguf = {format_name}: the package {PACKAGE} is not installed, which makes it. "
-            "Run pip install -r envs/gguf.txt, or name formats that need none (bf16, q8_0)."
+            f"Run pip install -r {shipped_path('envs/gguf.txt')}, or name formats that need none "
+            "(bf16, q8_0)."
         ) from None
     said: list[str] = []
     llama_cpp.set_log_callback(lambda _level, text: said.append(text))

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from workflow.lib.planning.probes import Probe
 from workflow.lib.settings.config import HardwareConfig
+from workflow.lib.system.environment import shipped_path
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.gpu_models import GpuModel, parse_gpu
 from workflow.lib.system.hardware import visible_gpus
@@ -78,7 +79,7 @@ def check_place(name: str, hardware: HardwareConfig, *, here: bool, elsewhere: b
     if here and hardware.nodes > 1:
         raise UserError(
             f"hardware.nodes = {hardware.nodes} (run {name}): this machine is one node. "
-            "Run with --profile workflow/profiles/slurm, or set it to 1."
+            f"Run with --profile {shipped_path('workflow/profiles/slurm')}, or set it to 1."
         )
     if elsewhere and hardware.gpus == "auto":
         raise UserError(

@@ -42,6 +42,6 @@ def _scalar(text: str) -> object:
     except (yaml.YAMLError, ValueError):
         return text
     if (finding := misread_number(text, value)) is not None:
-        raise UserError(f"--config: {finding}, or, if it is text, in quotes in config.yaml.")
+        raise UserError(f"--config: {finding}, or, if it is text, in quotes in a file of settings.")
     is_typed = isinstance(value, bool | int | float) or (value is None and text.strip())
     return value if is_typed else text

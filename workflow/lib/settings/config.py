@@ -275,18 +275,24 @@ class Config(Sections):
         return runs
 
 
-def load_config(document: Mapping[str, object]) -> tuple[ReportConfig, dict[str, RunConfig]]:
+def load_config(
+    document: Mapping[str, object], *, origin: str = ""
+) -> tuple[ReportConfig, dict[str, RunConfig]]:
     """Validate a parsed `config.yaml`; return the report's settings and every run's, by name.
 
-    Raises `UserError` naming each wrong key's path, its value, the bound, and the nearest valid
-    key."""
-    config = validated(Config, document)
+    Raises `UserError` naming the document's origin, each wrong key's path, its value, the bound,
+    and the nearest valid key."""
+    headline = f"{origin}: {NOT_VALID}" if origin else NOT_VALID
+    config = validated(Config, document, of=headline)
     shared = {key: document[key] for key in RunConfig.model_fields if key in document}
     runs = {
-        name: validated(RunConfig, overridden(shared, override or {}), prefix=f"runs.{name}.")
+        name: validated(
+            RunConfig, overridden(shared, override or {}), prefix=f"runs.{name}.", of=headline
+        )
         for name, override in config.runs.items()
     }
-    _check_objectives(document, config, runs)
+    if lines := _unread_settings(document, config, runs):
+        raise UserError("\n  ".join([headline, *lines]))
     return config.report, {name: _of_objective(run) for name, run in runs.items()}
 
 
@@ -320,10 +326,10 @@ def _objective_settings(run: Sections) -> dict[str, tuple[Section, str]]:
     }
 
 
-def _check_objectives(
+def _unread_settings(
     document: Mapping[str, object], config: Config, runs: Mapping[str, RunConfig]
-) -> None:
-    """Raise `UserError` for settings that no objective reads: of a run its own, of all runs the
+) -> list[str]:
+    """Return a line for each setting that no objective reads: of a run its own, of all runs the
     shared ones."""
     lines = []
     objectives = {run.train.objective for run in runs.values()}
@@ -339,8 +345,7 @@ def _check_objectives(
             if is_own and setting not in needs_of(objective).settings:
                 why = f"train.objective = {objective} does not read it"
                 lines.append(_unread(f"runs.{name}.{setting}", getattr(section, key), why))
-    if lines:
-        raise UserError(f"{NOT_VALID}\n  " + "\n  ".join(lines))
+    return lines
 
 
 def _unread(setting: str, value: object, why: str) -> str:

@@ -19,11 +19,11 @@ from workflow.lib.system.errors import as_yaml
 
 TRAINERS = Path(__file__).parents[2] / "resources" / "trainers"  # keys of others: `importing`
 SECTION_TAG = "<source>"
-CHANGE = "Change it in config.yaml."
+CHANGE = "Change it."
 MISREAD = bool | int | float | datetime.date  # values that YAML makes of words without quotes
 QUOTE = (
-    "Put it in quotes in config.yaml: without them YAML reads no, off and the like as false, 1.5 "
-    "as a number, and 2026-01-01 as a date."
+    "Put it in quotes: without them YAML reads no, off and the like as false, 1.5 as a number, and "
+    "2026-01-01 as a date."
 )
 SHOWN_CHARS = 2000
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"

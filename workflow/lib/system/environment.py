@@ -6,6 +6,7 @@ The step starts on the first node, so the workers meet at its address."""
 
 import gc
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from workflow.lib.system.errors import setting_error
 
+SOURCES = Path(__file__).parents[3]  # the workflow's folder, or that of installed packages
 LAUNCHER_VARIABLE = "FINETUNE_LAUNCHER"  # process id of a worker's launcher
 
 
@@ -24,6 +26,14 @@ def use_this_interpreter(root: Path) -> None:
     os.environ["PATH"] = os.pathsep.join(search)
     modules = [str(root), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, modules))
+
+
+def shipped_path(name: str) -> str:
+    """Return the path of a file that comes with the workflow (`envs/gguf.txt`), as a user's shell
+    needs it in this folder. An installed library has no `envs/`: these are in its repository."""
+    if not (SOURCES / name).exists():
+        return f"{name} of the workflow's repository"
+    return name if Path.cwd() == SOURCES else shlex.quote(str(SOURCES / name))
 
 
 def is_worker() -> bool:
@@ -79,7 +89,7 @@ def find_place(nodes: int, environment: Mapping[str, str]) -> Place:
             "hardware.nodes",
             nodes,
             f"this run was started on {started} node(s)",
-            "Run with --profile workflow/profiles/slurm, or set it to 1",
+            f"Run with --profile {shipped_path('workflow/profiles/slurm')}, or set it to 1",
         )
     job = int(environment["SLURM_JOB_ID"])
     return Place(

@@ -12,6 +12,7 @@ from importlib.metadata import version
 from operator import attrgetter
 from typing import Any
 
+from workflow.lib.system.environment import shipped_path
 from workflow.lib.system.errors import UserError
 
 # Arguments of classes whose instances are checked.
@@ -136,5 +137,6 @@ def _check(interfaces: Iterable[Interface]) -> None:
         if not used.is_there():
             raise UserError(
                 f"{used.package} {version(used.package)} has no {used.owner}.{used.name}, "
-                "which this workflow uses. Install the release that envs/pins.txt names."
+                "which this workflow uses. Install the release that "
+                f"{shipped_path('envs/pins.txt')} names."
             )

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from workflow.lib.settings.tracking import TrackingConfig
+from workflow.lib.system.environment import shipped_path
 from workflow.lib.system.errors import UserError, setting_error
 
 Row = Mapping[str, Any]
@@ -67,9 +68,8 @@ def check_tracking(settings: TrackingConfig) -> None:
             continue
         if importlib.util.find_spec(tracker.package) is None:
             finding = f"the package {tracker.package} is not installed"
-            raise tracker.error(
-                settings, finding, f"Install it (pip install -r {tracker.installed_by})"
-            )
+            packages = shipped_path(tracker.installed_by)
+            raise tracker.error(settings, finding, f"Install it (pip install -r {packages})")
         if (refused := tracker.refuses()) is not None:
             raise tracker.error(settings, *refused)
 

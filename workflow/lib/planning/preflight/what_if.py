@@ -27,7 +27,6 @@ from workflow.lib.settings.config import (
     is_hub_id,
     load_config,
 )
-from workflow.lib.settings.errors_in_words import CHANGE
 from workflow.lib.settings.yaml_files import misread_number
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.files import read_json
@@ -143,9 +142,8 @@ def settings_of(
     document["train"].setdefault("global_batch_size", math.ceil(16 / processes) * processes)
     try:
         return load_config(document)[1][NAME]
-    except UserError as error:  # there is no file that could be changed
-        reason = str(error).removeprefix(NOT_VALID).strip()
-        raise UserError(reason.replace(f" {CHANGE}", "").replace(" in config.yaml", "")) from None
+    except UserError as error:
+        raise UserError(str(error).removeprefix(NOT_VALID).strip()) from None
 
 
 def imagined_tokens(shape: ModelShape, *, seq_len: int, rows: int) -> TokenCounts:
