@@ -215,7 +215,7 @@ def train(
 def resume_run(checkpoints: Path, run: TrainingRun, watch: TimeWatch, pulse: Pulse) -> RunState:
     """Load the newest checkpoint, if any, and open the records of further steps. Collective."""
     settings, training, world = run.config.train, run.model.training, run.world
-    num_steps, micro_batch_size = run.plan.num_steps, run.plan.micro_batch_size
+    num_steps = run.plan.num_steps
     state_bytes = run.model.state_bytes()
     optimizer = make_optimizer(training, settings)
     pulse.phase("looking for a checkpoint", num_bytes=(settings.keep_checkpoints + 1) * state_bytes)
@@ -256,24 +256,14 @@ def resume_run(checkpoints: Path, run: TrainingRun, watch: TimeWatch, pulse: Pul
         inputs=run.inputs,
     )
     cadence = Cadence(settings.checkpoint_every_steps, settings.checkpoint_every_minutes, exported)
-    heldout = best = None
-    if settings.evaluate_every_steps is not None:
-        heldout = HeldOut(
-            run.store,
-            every=settings.evaluate_every_steps,
-            num_steps=num_steps,
-            at_most=settings.evaluate_documents,
-            seed=settings.seed,
-            micro_batch_size=micro_batch_size,
-        )
-    if settings.select == "best":
-        best = BestAdapter(checkpoints, journal.rows, world=world)
+    best = (
+        BestAdapter(checkpoints, journal.rows, world=world) if settings.select == "best" else None
+    )
     if resumed.step:
         logger.info("continuing after step %d of %d", resumed.step, num_steps)
     graphs = MicroBatchGraphs(training, world) if run.plan.graphed else None
-    trainer = Trainer(
-        training, optimizer, run.store, settings, micro_batch_size, world, graphs, watch.waited
-    )
+    rows = run.plan.micro_batch_size
+    trainer = Trainer(training, optimizer, run.store, settings, rows, world, graphs, watch.waited)
     return RunState(
         trainer=trainer,
         first_step=resumed.step,
@@ -281,11 +271,26 @@ def resume_run(checkpoints: Path, run: TrainingRun, watch: TimeWatch, pulse: Pul
         journal=journal,
         writer=writer,
         cadence=cadence,
-        heldout=heldout,
+        heldout=held_out(run),
         best=best,
         state_bytes=state_bytes,
         pulse=pulse,
         watch=watch,
+    )
+
+
+def held_out(run: TrainingRun) -> HeldOut | None:
+    """Return the held-out loss during the training, if there is one."""
+    settings = run.config.train
+    if settings.evaluate_every_steps is None:
+        return None
+    return HeldOut(
+        run.store,
+        every=settings.evaluate_every_steps,
+        num_steps=run.plan.num_steps,
+        at_most=settings.evaluate_documents,
+        seed=settings.seed,
+        micro_batch_size=run.plan.micro_batch_size,
     )
 
 

@@ -5,6 +5,7 @@ first token of the next role. A turn that later text shows otherwise (templates 
 of earlier turns) has a text of its own."""
 
 from collections.abc import Collection, Hashable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Literal
@@ -142,10 +143,8 @@ class TurnRenderer:
             return [self._all_of(whole, conversation)]
         chosen = self._chosen(conversation)
         if len(chosen) >= MANY_TURNS:
-            try:
+            with suppress(WindowError):
                 return self._texts_of(chosen, conversation, (whole, blocks), windowed=True)
-            except WindowError:
-                pass
         return self._texts_of(chosen, conversation, (whole, blocks), windowed=False)
 
     def _texts_of(
