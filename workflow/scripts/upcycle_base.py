@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--base", type=Path, default=BASE, help="folder of a Llama")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     args = parser.parse_args()
-    dense: Any = AutoModelForCausalLM.from_pretrained(args.base)
+    dense: Any = AutoModelForCausalLM.from_pretrained(args.base, trust_remote_code=False)
     mixture = upcycled(dense)
     mixture.save_pretrained(args.output)
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
@@ -52,7 +52,9 @@ def upcycled(dense: Any) -> MixtralForCausalLM:
     mixtral = MixtralConfig(
         **config, num_local_experts=NUM_EXPERTS, num_experts_per_tok=TOP_K, sliding_window=None
     )
-    mixture: MixtralForCausalLM = AutoModelForCausalLM.from_config(mixtral, dtype=dense.dtype)
+    mixture: MixtralForCausalLM = AutoModelForCausalLM.from_config(
+        mixtral, dtype=dense.dtype, trust_remote_code=False
+    )
     weights = dense.state_dict()
     draw = torch.Generator().manual_seed(SEED)
     for number, layer in enumerate(mixture.model.layers):
