@@ -2,7 +2,6 @@
 
 `python -m tests.support.preset_texts` writes all lines anew, in minutes."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import yaml
@@ -48,7 +47,7 @@ def only_run(name: str) -> RunConfig:
 
 def decided(name: str, process: RecordingProcess) -> Decision:
     """Return what preflight decides for a million tokens of data, by recordings, without the
-    flash-attn package: attention then takes more memory."""
+    package flash-attn."""
     run = only_run(name)
     config, shape = known_config(run.model.source), known_shape(run.model.source)
     gpus = imagined_machine(run.hardware.gpus, BY_NAME[CARDS[name]], host_bytes=HOST_BYTES)
@@ -60,8 +59,7 @@ def decided(name: str, process: RecordingProcess) -> Decision:
         trained_tokens=10**6,
     )
     record = PlanRecorder(process, config, shape)
-    on = replace(gpus, flash_attention=False)
-    return decide(run, shape, on, tokens, disk_free_bytes=DISK_BYTES, record=record)
+    return decide(run, shape, gpus, tokens, disk_free_bytes=DISK_BYTES, record=record)
 
 
 def promised(name: str, decision: Decision) -> str:

@@ -75,6 +75,14 @@ def test_host_memory_is_that_of_the_imagined_machine_and_told(tiny, words, statu
     assert said in " ".join(re.sub("[│\\n]", " ", answer.stderr).split())
 
 
+def test_no_package_is_assumed_on_an_imagined_machine(tiny):
+    answer = ask("--model", tiny, "--gpus", "4090", "--seq-len", "64", "--estimate")
+    reason = (
+        "the fastest for this model without the package flash-attn (with it: flash_attention_2)"
+    )
+    assert f"attention: varlen ({reason})" in answer.stderr
+
+
 def test_recordings_are_kept_and_an_estimate_makes_few_of_them(tmp_path, monkeypatch):
     """Changing one byte of the kept one costs a recording, no more."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))

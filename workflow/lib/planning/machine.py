@@ -21,7 +21,7 @@ class Machine:
     gpu_names: tuple[str, ...]
     gpu_bytes: int | None  # memory of the smallest GPU; None on the CPU
     host_bytes: int | None  # None if unknown: on an imagined GPU machine
-    flash_attention: bool  # whether the flash-attn package is installed
+    flash_attention: bool = False  # whether the package flash-attn is known to be installed
     bfloat16: bool = True
     """Whether its GPUs (capability 8.0), or its CPU without any, multiply bfloat16."""
     float8: bool = True  # whether its GPUs multiply float8
@@ -49,7 +49,6 @@ def imagined_machine(
         gpu_names=(gpu.name,) * count * nodes,
         gpu_bytes=int(gpu.memory_gib * GIB),
         host_bytes=host_bytes,
-        flash_attention=True,
         float8=gpu.float8,
     )
 
@@ -63,7 +62,6 @@ def asked_machine(device: str, count: int, nodes: int) -> Machine:
         gpu_names=(),
         gpu_bytes=None,
         host_bytes=None,
-        flash_attention=True,
     )
 
 

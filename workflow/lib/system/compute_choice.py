@@ -186,12 +186,14 @@ def automatic_attention(
         packs = needs.flash_lack() is None and not (training and needs.masked)
         if flash_package and packs:
             return AttentionChoice(FLASH, "its package is installed")
+        unpackaged = " without the package flash-attn (with it: flash_attention_2)" if packs else ""
         if training:
             lack = needs.varlen_lack()
             if lack is None and varlen_runs:
-                return AttentionChoice(VARLEN, "the fastest that this model can have here")
+                return AttentionChoice(VARLEN, f"the fastest for this model{unpackaged}")
             if needs.flex_lack() is None:
-                return AttentionChoice(FLEX, f"not varlen: {lack}")
+                lack = lack or "its kernels cannot be built here"
+                return AttentionChoice(FLEX, f"for this model{unpackaged}, not varlen: {lack}")
     if training and (needs.sinks or needs.masks_of_rows) and needs.flex_lack() is None:
         return AttentionChoice(FLEX, "the family's masks let packed documents see each other")
     if needs.softcap or needs.sinks:
