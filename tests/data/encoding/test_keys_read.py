@@ -241,9 +241,10 @@ def test_bad_answer_is_left_out_where_the_user_names_the_column(label):
 
 
 @pytest.mark.parametrize("label", [False, "false"])
-def test_label_of_false_that_nobody_names_is_asked_about(label):
-    with pytest.raises(UserError, match=r"data.columns.label = null: .*or ignore it"):
-        trained({}, label=label)
+@pytest.mark.parametrize("name", ["label", "desirable", "is_desirable"])
+def test_label_of_false_that_nobody_names_is_asked_about(name, label):
+    with pytest.raises(UserError, match=rf"data.columns.label = null: .*leave_out: \[{name}\]"):
+        trained({}, **{name: label})
 
 
 @pytest.mark.parametrize(

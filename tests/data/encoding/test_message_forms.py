@@ -108,6 +108,9 @@ def test_channel_that_is_none_of_harmony_is_a_label():
     ([{**ASK, "thought": "hm"}, ANSWER], "not an assistant's: message 2 has thought, .*leave_out"),
     ([{**ASK, "tool_calls": CALLS}, ANSWER], "not an assistant's: message 2 has tool_calls, and"),
     ([spoken("a", prefix="Sure, ")], "unknown beginning: message 2 has prefix = 'Sure, '.*leave_o"),
+    ([spoken("f(1)", channel="analysis", recipient="python"), ANSWER], "call of no function: "),
+    ([spoken("f(1)", channel="commentary", recipient="browser.open")], "call of no function: "),
+    ([spoken("Sure, ", prefix=True), spoken("a", **THOUGHT)], "two reasonings: a turn continues"),
     ([{"type": "web_search_call", "id": "w"}, ANSWER], "unknown item: .* type 'web_search_call'"),
     ([ANSWER, {"role": "tool", "output": "a", "response": "b"}], "two values: a tool's message"),
 ])  # fmt: skip
@@ -146,6 +149,8 @@ def test_beginning_of_a_turn_is_one_with_its_continuation(key):
     assert made.messages == [ASK, spoken("Sure, an oak.")]
     assert (made.trained, made.prefills) == ([False, True], {1: "Sure, "})
     assert messages(spoken("a", **{key: False})) == [ANSWER]
+    (turn,) = messages({**talk[0], **THOUGHT}, talk[1])
+    assert turn == spoken("Sure, an oak.", **THOUGHT)
     for alone in (talk[:1], [talk[0], ASK, ANSWER]):
         with pytest.raises(RowError, match="unfinished turn: message 2 is the beginning of a turn"):
             messages(*alone)

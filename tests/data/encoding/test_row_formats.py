@@ -223,7 +223,8 @@ def test_thinking_is_a_switch_or_a_text():
 @pytest.mark.parametrize("format", ROWS)
 def test_reasoning_of_a_column_is_that_of_the_answer(format):
     answer = {**EXCHANGE[1], "reasoning_content": "hm"}
-    assert messages_of({**ROWS[format], "reasoning": "hm"}, format) == [EXCHANGE[0], answer]
+    for name in ("reasoning", "thought", "cot", "chain_of_thought"):
+        assert messages_of({**ROWS[format], name: "hm"}, format) == [EXCHANGE[0], answer]
 
 
 @pytest.mark.parametrize("format", ROWS)

@@ -236,6 +236,23 @@ def test_tools_inside_of_another_column_are_on_offer(holder, format):
         sample(value | {"extra": {"tools": TOOL_LISTS[1]}}, format)
 
 
+SCHEMA = {"type": "object", "properties": {"x": {"type": "string"}}}
+
+
+@pytest.mark.parametrize("tool", [
+    {"type": "function", "function": {"name": "f", "parameters": SCHEMA}},
+    {"name": "f", "inputSchema": SCHEMA},
+])  # fmt: skip
+@pytest.mark.parametrize("as_text", [False, True])
+def test_list_of_tools_with_schemas_is_on_offer_under_any_name(tool, as_text):
+    value = json.dumps([tool]) if as_text else [tool]
+    for more in ({"available_tools": value}, {"metadata": {"toolset": value}}):
+        (made,) = sample({**ROWS["messages"], **more}, "messages").tools
+        assert made["function"] == {"name": "f", "parameters": SCHEMA}
+    used = [{"name": "f", "parameters": {"x": "a"}}]
+    assert sample({**ROWS["messages"], "used": used}, "messages").tools is None
+
+
 @pytest.mark.parametrize(
     "holder", [{"tools": ["hammer"]}, {"tools": 2}, '{"tools": []}', '"tools"']
 )

@@ -137,12 +137,13 @@ def test_byte_order_marks_within_a_document_are_no_text(tmp_path):
     assert row.value["text"] == "a\nb\n"
 
 
-def test_header_of_a_joined_csv_file_is_no_row(tmp_path):
-    text = f"prompt,completion\na,b\n{BOM}prompt,completion\nc,d\n"
+@pytest.mark.parametrize("again", [f"{BOM}prompt,completion", "Prompt, Completion "])
+def test_header_of_a_joined_csv_file_is_no_row(again, tmp_path):
+    text = f"prompt,completion\na,b\n{again}\nc,d\n"
     first, header, last = read(write(tmp_path / "a.csv", text))
     assert [list(row.value.values()) for row in (first, last)] == [["a", "b"], ["c", "d"]]
     assert header.reason.startswith("header again: ")
-    text = text.replace(f"{BOM}prompt,completion", "completion,prompt")
+    text = text.replace(again, "completion,prompt")
     with pytest.raises(UserError, match=r"record 2 is a header with the columns in another order"):
         read(write(tmp_path / "a.csv", text))
 

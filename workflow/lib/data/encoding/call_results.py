@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from itertools import groupby, pairwise
 from typing import Any
 
+from workflow.lib.data.encoding.keys_read import WORD
 from workflow.lib.data.encoding.row_values import RowError
 from workflow.lib.data.encoding.tool_calls import ToolCall
 
 RESULT_ID = "tool_call_id"
 NAMESPACE = "functions."  # of names in Harmony
+ID_WORDS = (["id"], ["Id"], ["ID"])  # at the end of a key
 
 
 def with_ordered_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -86,8 +88,9 @@ def _matches(result: dict[str, Any], calls: dict[int, ToolCall]) -> list[int] | 
     """Return the numbers of the calls that a result names; None if it names none."""
     ids = {number: str(call["id"]) for number, call in calls.items() if "id" in call}
     answered = _id_of(result)
-    if answered is None and str(result.get("id")) in ids.values():
-        answered = result["id"]  # in place of `tool_call_id`, unless it is the message's own
+    if answered is None:  # another key in its place, unless it has an id of the message's own
+        others = (str(value) for key, value in result.items() if WORD.findall(key)[-1:] in ID_WORDS)
+        answered = next((value for value in others if value in ids.values()), None)
     if answered is not None and (ids or not calls):
         return [number for number, name in ids.items() if name == str(answered)]
     name = result.get("name")
@@ -98,13 +101,16 @@ def _matches(result: dict[str, Any], calls: dict[int, ToolCall]) -> list[int] | 
 
 
 def _without_call(result: dict[str, Any], number: int, open_calls: Sequence[ToolCall]) -> RowError:
-    named = _id_of(result)
-    which = f"the id {named!r}" if named is not None else f"the name {result.get('name')!r}"
-    wanted = ", ".join(map(_shown, open_calls)) or "none"
+    if not open_calls:
+        return RowError(
+            f"result without a call: message {number} is a tool's, and no call before it "
+            "is without a result; take it out, or add its call"
+        )
+    key = "name" if _id_of(result) is None else RESULT_ID
     return RowError(
-        f"result without a call: message {number} is a tool's, of {which}, and the calls before it "
-        f"that have no result yet are {wanted}; correct it, or leave it out to take results in the "
-        f"order of their calls (data.leave_out: [{RESULT_ID if named is not None else 'name'}])"
+        f"result without a call: message {number} is a tool's, its {key} is {result[key]!r}, and "
+        f"calls without a result before it are {', '.join(map(_shown, open_calls))}; correct it, "
+        f"or leave it out to take results in the order of their calls (data.leave_out: [{key}])"
     )
 
 

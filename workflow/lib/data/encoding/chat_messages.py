@@ -211,12 +211,17 @@ def whole_turns(
     prefills: dict[int, str] = {}
     for message, weight in zip(messages, weights, strict=True):
         if turns and turns[-1].pop(prefix, False):
-            before = turns.pop()["content"]
+            before = turns.pop()
             turn_weights.pop()
             if message["role"] != "assistant":
                 raise _not_continued(len(turns) + 1)
-            prefills[len(turns)] = before
-            message = {**message, "content": before + message["content"]}
+            if _filled(message):
+                raise RowError(
+                    f"two reasonings: a turn continues message {len(turns) + 1}, its beginning, "
+                    "and has a reasoning, which belongs before that; move it there"
+                )
+            prefills[len(turns)] = before["content"]
+            message = {**before, **message, "content": before["content"] + message["content"]}
         turns.append(dict(message))
         turn_weights.append(weight)
     if prefix in turns[-1]:

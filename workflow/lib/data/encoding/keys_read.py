@@ -28,8 +28,9 @@ SMALLEST, LARGEST = 1e-15, 1e15
 HIDES = {"masked", "is_masked", "no_loss", "ignore_loss"}
 UNCLEAR = {"mask"}
 FLAGS = TRAINS | WEIGHTS | HIDES | UNCLEAR
-# The usual column of a rated answer (KTO).
+# Usual columns of a rated answer (KTO).
 LABEL = "label"
+LABELS = (LABEL, "desirable", "is_desirable")
 TRUE_AND_FALSE = {
     **dict.fromkeys(("true", "1", "1.0"), True),
     **dict.fromkeys(("false", "0", "0.0"), False),
@@ -169,6 +170,7 @@ MESSAGE_ALIASES = {
     **dict.fromkeys(("thought", "thoughts", "thinking_content", "thinking_blocks"), REASONING),
     **dict.fromkeys(("chain_of_thought", "cot"), REASONING),
 }
+REASONING_COLUMNS = tuple(key for key, name in MESSAGE_ALIASES.items() if name == REASONING)
 # Keys that every template gets in its own spelling, whatever it reads.
 CANONICAL = (CALLS, "function_call", *REASONING_KEYS)
 NAMES = ("id", "name")  # of a message or its speaker; whatever their text, they are no content
@@ -352,15 +354,17 @@ def check_label(shape: Shape, value: Values, *, label: str | None) -> None:
     if label is not None:
         if not judgement(value, label):
             raise UnwantedRowError(f"not trained: column {label!r} says that the answer is bad")
-    elif LABEL in shape.unread and flag_value(value.get(LABEL)) is False:
-        raise setting_error(
-            "data.columns.label",
-            None,
-            f"a row has {LABEL} = {value[LABEL]!r}, which may say that its answer is bad, or be a "
-            "part of the task",
-            f"Name the column to leave out rows of bad answers (data.columns: {{label: {LABEL}}}), "
-            f"or ignore it (data.leave_out: [{LABEL}])",
-        )
+        return
+    for name in LABELS if shape.unread else ():
+        if name in shape.unread and flag_value(value.get(name)) is False:
+            raise setting_error(
+                "data.columns.label",
+                None,
+                f"a row has {name} = {value[name]!r}, which may say that its answer is bad, or be "
+                "a part of the task",
+                "Name the column to leave out rows of bad answers (data.columns: {label: "
+                f"{name}}}), or ignore it (data.leave_out: [{name}])",
+            )
 
 
 def row_weight(shape: Shape, value: Values, *, column: str) -> float:

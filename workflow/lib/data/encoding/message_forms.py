@@ -43,10 +43,17 @@ PAIRS = (
 )
 # Of a tool's message without content: its result.
 RESULT_KEY = re.compile("(tool_)?(output|result|response)s?")
-RESULT_IDS = ("tool_use_id", "call_id")  # other names of `tool_call_id`
+RESULT_IDS = (
+    "tool_use_id",
+    "call_id",
+    "toolCallId",
+    "toolUseId",
+    "callId",
+)  # other names of `tool_call_id`
 # Keys by which a message whose content is a text may have another form.
 FORM_KEYS = {"type", "channel", "recipient", *RESULT_IDS}
 CHANNELS = ("analysis", "commentary", "final")
+READERS = ("", "assistant", "user", "all")  # recipients that are no function
 
 
 def role_of(item: Message) -> str | None:
@@ -206,6 +213,12 @@ def _without_channel(item: Message, keys: KeyAccount) -> Message:
         return item
     content = next((item[key] for key in CONTENT_KEYS if item.get(key) is not None), None)
     rest = _without(item, ("channel", "recipient"))
+    if not calls and recipient not in READERS:
+        raise RowError(
+            f"call of no function: a message of the channel {channel!r} has the recipient "
+            f"{recipient!r}, and calls are read of {NAMESPACE}NAME alone; write it as "
+            "tool_calls, or leave it out (data.leave_out: [recipient])"
+        )
     if calls:
         call = {"name": recipient.removeprefix(NAMESPACE), "arguments": content}
         return {**_without(rest, CONTENT_KEYS), "function_call": call}

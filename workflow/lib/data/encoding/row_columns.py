@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from workflow.lib.data.encoding.keys_read import LABEL
+from workflow.lib.data.encoding.keys_read import LABELS
 from workflow.lib.data.reading.chunks import printable
 from workflow.lib.settings.data import DataColumns, Format
 from workflow.lib.settings.objectives import Examples
@@ -82,7 +82,7 @@ PAIR_NAMES: dict[tuple[str, ...], tuple[tuple[str, ...], ...]] = {
     ),
     ("answers",): (("completions",),),
 }
-LABEL_NAMES = {("label",): ((LABEL,), ("desirable",), ("is_desirable",))}
+LABEL_NAMES = {("label",): tuple((name,) for name in LABELS)}
 # Columns with several names among publishers; the first present one, unless the user names one.
 SYSTEM_NAMES = ("system", "system_prompt", "system_message")
 TOOLS_NAMES = ("tools", "functions")

@@ -21,6 +21,7 @@ from workflow.lib.data.encoding.chat_messages import (
 )
 from workflow.lib.data.encoding.keys_read import (
     FLAGS,
+    REASONING_COLUMNS,
     REASONING_KEYS,
     KeyAccount,
     Place,
@@ -53,7 +54,7 @@ from workflow.lib.data.encoding.row_values import (
     without_nulls,
 )
 from workflow.lib.data.encoding.token_rows import TokenRow, read_tokens
-from workflow.lib.data.encoding.tool_calls import read_calls, read_tools
+from workflow.lib.data.encoding.tool_calls import SCHEMAS, read_calls, read_tools
 from workflow.lib.data.reading.chunks import Values
 from workflow.lib.settings.data import DataColumns, Format
 
@@ -110,7 +111,7 @@ def row_place(format: Format, columns: DataColumns) -> Place:
     else:
         optional = {*system_columns(columns), *tools_columns(columns), columns.history}
         optional |= {ARGUMENTS_COLUMN, *SWITCHES}
-        optional |= set() if format in WITHOUT_REASONING else {*REASONING_KEYS}
+        optional |= set() if format in WITHOUT_REASONING else {*REASONING_COLUMNS}
     names |= set() if columns.label is None else {columns.label}
     flags = frozenset({*FLAGS, columns.weight})
     return Place("", frozenset(names | optional), frozenset(optional), flags=flags)
@@ -138,8 +139,7 @@ def row_parts(
     names = tools_columns(columns)
     is_chat = shape.unread and format not in WITHOUT_TEMPLATE
     if is_chat and all(value.get(name) in EMPTY for name in names):
-        holders = [value.get(name) for name in shape.unread]
-        nested = [tools for tools in _nested(holders, names) if _are_calls(tools)]
+        nested = list(_nested({name: value.get(name) for name in shape.unread}, names))
         if any(tools != nested[0] for tools in nested):
             raise RowError(
                 f"two lists of tools: unread columns of the row hold {len(nested)}; give it a "
@@ -150,21 +150,30 @@ def row_parts(
     return RowParts(value, optional, columns, keys)
 
 
-def _nested(value: Any, names: Collection[str]) -> Iterator[list[Any]]:
-    """Yield the lists of objects under these keys, inside of objects or of JSON text of them."""
+def _nested(value: Any, names: Collection[str], key: str = "") -> Iterator[list[Any]]:
+    """Yield the lists of tools inside of objects or of JSON text of them: those under these keys,
+    and under any other key those with schemas. key: of the value."""
     if isinstance(value, str):
-        is_json = "{" in value and any(f'"{name}"' in value for name in names)
+        is_json = "{" in value and (
+            key in names or any(f'"{name}"' in value for name in (*names, *SCHEMAS))
+        )
         value = objects_in(value) if is_json else None
     if isinstance(value, list):
-        for item in value:
-            yield from _nested(item, names)
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            tools = objects_in(item) if isinstance(item, str) else item
-            if key in names and isinstance(tools, list) and tools:
-                yield tools
-            else:
+        if value and _are_calls(value) and (key in names or all(map(_has_schema, value))):
+            yield value
+        else:
+            for item in value:
                 yield from _nested(item, names)
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield from _nested(item, names, name)
+
+
+def _has_schema(tool: dict[str, Any]) -> bool:
+    """Tell whether a tool has a JSON schema of an object, which a call's arguments are not."""
+    function = tool.get("function", tool)
+    schemas = [function.get(key) for key in SCHEMAS] if isinstance(function, dict) else []
+    return any(isinstance(schema, dict) and "properties" in schema for schema in schemas)
 
 
 def _messages(row: RowParts) -> Unweighted:
@@ -267,7 +276,7 @@ def _with_system(
 
 def _add_reasoning(messages: list[Message], row: RowParts) -> None:
     """Give the last message the reasoning of a column, unless it has it already."""
-    for name in REASONING_KEYS:
+    for name in REASONING_COLUMNS:
         reasoning = row.optional.get(name)
         if reasoning in EMPTY or (name == THINKING and isinstance(reasoning, bool)):
             continue

@@ -179,7 +179,7 @@ def csv_row(number: int, fields: list[str], *, header: tuple[str, ...]) -> Row |
     if len(fields) != len(header):
         reason = f"wrong number of fields: {len(fields)}, the header has {len(header)}"
         return BrokenRow(number, reason, preview(text))
-    if tuple(fields) == header:
+    if [name.strip().lower() for name in fields] == [name.strip().lower() for name in header]:
         return BrokenRow(number, "header again: the names of the columns, as in joined files", text)
     return Row(number, dict(zip(header, fields, strict=True)))
 
