@@ -154,6 +154,11 @@ def test_loss_of_one_document_or_of_0_has_no_spread():
     assert positive_ratio([0.0, 0.0], [2, 3]).ci95 == (0.0, 0.0)
 
 
+def test_interval_of_two_documents_that_share_nothing_has_ends():
+    low, high = positive_ratio([1.0, 5.0], [1000, 1]).ci95
+    assert 0.0 <= low < 6 / 1001 < high < math.inf
+
+
 def test_losses_of_which_some_are_negative_are_taken_as_signed():
     sums, tokens = [-1.0, 2.0, 3.0, 1.0, 2.0, 2.5], [1, 2, 3, 1, 2, 4]
     assert positive_ratio(sums, tokens) == signed_ratio(sums, tokens)

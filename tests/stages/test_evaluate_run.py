@@ -3,15 +3,21 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.evaluation.test_lm_eval_tasks import WRITE, task_file
 from tests.support.forked_stage import forked_stage, refusal_of
-from tests.support.tiny import CHAT_TEMPLATE, tiny_tokenizer
+from tests.support.scores import FACTS
+from tests.support.tiny import CHAT_TEMPLATE, VOCAB_SIZE, tiny_tokenizer
 from tests.support.tiny_export import exported_run, random_documents, tiny_tokens
 from tests.system.test_checksums import flip, flip_tensor
 from workflow.lib.artifacts.evaluation_record import ITEMS, Evaluation, Items
 from workflow.lib.artifacts.read_records import read_record
+from workflow.lib.data.tokens.token_store import TokenStore
+from workflow.lib.export.stock_models import load_base
 from workflow.lib.report.verdict import read_measured
+from workflow.lib.scores.scoring import WholeModel, rows_of
+from workflow.lib.scores.writer import ScoreWriter
 from workflow.lib.settings.config import EvaluateConfig
 from workflow.lib.system.files import read_json, write_checksums
 
@@ -24,17 +30,18 @@ def folder(tmp_path_factory):
     tiny_tokenizer(folder / "base", chat_template=False)
     write_checksums(folder / "base")
     (folder / "template.jinja").write_text(CHAT_TEMPLATE)
-    tiny_tokens(folder / "tokens", random_documents(7))
+    tiny_tokens(folder / "tokens", random_documents(7), rows=random_documents(2, seed=1))
     (folder / "tasks").mkdir()
     return folder
 
 
-def evaluate(folder, output, settings):
+def evaluate(folder, output, settings, *, scores=None, **sections):
     options = {name: folder / name for name in ("base", "adapter", "merged", "tokens")}
     options |= {"model": folder / "base-original", "served": "merged", "run": "demo"}
     options |= {"archive": output / "archive", "log": output / "log"}
     options |= {"output": output / "evaluation", "chat_template": folder / "template.jinja"}
-    sections = {"model": {}, "train": {}, "preferences": {}}
+    options |= {"scores": scores} if scores else {}
+    sections = {"model": {}, "train": {}, "preferences": {}, "distill": {}} | sections
     options["config"] = sections | {"evaluate": settings.model_dump(mode="json")}
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     subjects = ["--subjects", *MEASURED]
@@ -115,6 +122,31 @@ def test_two_processes_that_share_the_weights_give_the_same_numbers(
     assert "2 process(es) that share the weights: loss of 7 of 7" in process.stderr
     assert numbers(tmp_path) == pytest.approx(numbers(finished[1]), rel=2e-5, abs=1e-4)
     assert texts(tmp_path) == texts(finished[1])
+
+
+def test_base_that_teaches_itself_has_no_loss_by_its_teacher(folder, tmp_path):
+    tokens, top_k = TokenStore.open(folder / "tokens"), 5
+    device = torch.device("cpu")
+    model = load_base(folder / "base", device=device, compute_dtype=torch.float32, attention="sdpa")
+    scorer = WholeModel(model, device=device, top_k=top_k, vocabulary=VOCAB_SIZE)
+    writer = ScoreWriter(tmp_path / "scores", FACTS | {"top_k": top_k}, tokens, shard_tokens=100)
+    for part in writer.prepare():
+        rows = rows_of(tokens, part, attention=scorer.attention)
+        writer.add(part, scorer.scores(rows, lambda share: None))
+    writer.finish()
+    process = evaluate(
+        folder,
+        tmp_path,
+        EvaluateConfig(tasks=(), samples=0, processes=2),
+        scores=tmp_path / "scores",
+        train={"objective": "distill"},
+        distill={"top_k": top_k},
+    )
+    assert process.returncode == 0, process.stderr
+    found = read_measured(tmp_path / "evaluation", run="demo")
+    assert abs(found.subjects["base"].objective.loss) < 1e-5  # fp32 sums in another order
+    assert found.served.objective.loss > 0.01
+    assert found.served.objective.against == "NF4 base"
 
 
 def test_wrong_setting_ends_in_one_message_before_the_weights_are_read(folder, tmp_path):

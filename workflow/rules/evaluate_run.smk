@@ -5,7 +5,7 @@ rule evaluate_run:
         weights="results/runs/{run}/consolidate/adapter/adapter_model.safetensors",
         model=lambda w: original_files(RUNS[w.run]),
         start=lambda w: start_files(RUNS[w.run]) if "start" in RUNS[w.run].subjects else [],
-        scores=lambda w: reference_scores(w.run),
+        scores=lambda w: evaluated_scores(w.run),
         merged=lambda w: merged_model(w.run) if "merged" in RUNS[w.run].subjects else [],
         tokens=lambda w: manifest(RUNS[w.run]),
         arrays=lambda w: layout.token_arrays(RUNS[w.run]),

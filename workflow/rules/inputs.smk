@@ -90,14 +90,13 @@ def served_check(name):
     return f"{layout.stage_dir(name, 'check_served')}/served.json" if name in SERVED else []
 
 
-def reference_scores(name):
-    """Return the reference's scores as input, if rewards of the evaluation need them."""
-    compares = name in SCORED and SCORED[name].setting == "preferences.reference"
-    return SCORED[name].scores if compares and RUNS[name].evaluate.heldout else []
+def evaluated_scores(name):
+    """Return the scores of a run's reference or teacher as input, if the evaluation measures its objective's loss."""
+    return SCORED[name].scores if name in SCORED and RUNS[name].evaluate.heldout else []
 
 
 def evaluated_options(run, input):
-    """Return the options of the evaluation for the models and the reference's scores, if they are inputs."""
+    """Return the options of the evaluation for the models and the scores, if they are inputs."""
     return [*model_options(run, input), *(["--scores", input.scores] if input.scores else [])]
 
 

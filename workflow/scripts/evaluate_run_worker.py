@@ -35,6 +35,7 @@ from workflow.lib.evaluation.results import (
     summary_lines,
 )
 from workflow.lib.evaluation.rewards import Preferences
+from workflow.lib.evaluation.token_objective import TokenObjective
 from workflow.lib.objectives.from_settings import objective_of
 from workflow.lib.objectives.kto import RatedAnswers
 from workflow.lib.objectives.pairs import Pairs
@@ -138,20 +139,27 @@ def check_inputs(
     )
 
 
-def preferences_of(
+def objective_questions(
     args: argparse.Namespace, settings: EvaluateConfig, store: TokenStore
-) -> Preferences | None:
-    """Return the held-out examples whose rewards are measured, if the run trains preferences."""
+) -> dict[str, Any]:
+    """Return the arguments of `prepare` for the loss of the run's objective."""
     name = TrainConfig.model_validate(args.config["train"]).objective
     preferences = PreferencesConfig.model_validate(args.config["preferences"])
-    objective = objective_of(name, preferences, DistillConfig())
+    distill = DistillConfig.model_validate(args.config["distill"])
+    objective = objective_of(name, preferences, distill)
+    top_k = distill.top_k if name == "distill" else 0
+    scores = ScoreStore.open(args.scores, tokens=store, top_k=top_k) if args.scores else None
     if not isinstance(objective, Pairs | RatedAnswers):
-        return None
-    scores = ScoreStore.open(args.scores, tokens=store) if args.scores else None
+        scored = store.with_scores(scores)
+        return {"objective": TokenObjective.of(scored, objective) if settings.heldout else None}
     reference: SubjectName | None = None
     if reads_start(name, preferences):
         reference = "base" if args.start is None else "start"
-    return Preferences.of(store, objective, scores, settings=settings, measured_reference=reference)
+    return {
+        "preferences": Preferences.of(
+            store, objective, scores, settings=settings, measured_reference=reference
+        )
+    }
 
 
 def prepare_questions(
@@ -163,8 +171,8 @@ def prepare_questions(
     if args.chat_template is not None or arguments:
         template = read_chat_template(tokenizer, args.chat_template)
         tokenizer.chat_template = with_arguments(template, arguments)
-    preferences = preferences_of(args, settings, store)
-    return prepare(store, tokenizer=tokenizer, settings=settings, preferences=preferences)
+    objective = objective_questions(args, settings, store)
+    return prepare(store, tokenizer=tokenizer, settings=settings, **objective)
 
 
 def log_questions(

@@ -8,6 +8,7 @@ from tests.support.preflight_examples import llama_70b, machine, setup
 from workflow.lib.model.architecture.shipped_shapes import known_config, known_shape
 from workflow.lib.planning.machine import imagined_machine
 from workflow.lib.planning.memory.peaks import Peaks
+from workflow.lib.planning.model_sizes import trainable_parameters
 from workflow.lib.planning.preflight.budget import budget, certain_lack, host_bytes
 from workflow.lib.planning.preflight.planning_inputs import plan_from_settings
 from workflow.lib.planning.preflight.what_if import settings_of
@@ -17,6 +18,7 @@ from workflow.lib.settings.config import HardwareConfig
 from workflow.lib.system.gpu_models import BY_NAME
 from workflow.lib.system.units import GIB
 
+NOTHING = Peaks({"load": {}})
 MODELS = ("meta-llama/Llama-3.1-8B", "Qwen/Qwen3-0.6B", "Qwen/Qwen3-30B-A3B")
 
 
@@ -54,3 +56,17 @@ def test_packed_weights_have_what_gpus_and_host_have_room_for():
     unknown = replace(limits, host_capacity_bytes=None)
     assert certain_lack(shape, plan, on, unknown) is None
     assert host_bytes(shape, plan, on, Peaks({})) < 16 * GIB  # it is the weights that lack room
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_start_values_of_a_reference_are_in_host_memory(device, processes):
+    """4 bytes of each trained parameter: every process has its slice."""
+    shape, plan = llama_70b(), setup(processes=processes)
+    on = machine(processes=processes, device=device)
+    plain, copied = (
+        host_bytes(shape, replace(plan, objective="dpo", start_reference=x), on, NOTHING)
+        for x in (False, True)
+    )
+    trained = trainable_parameters(shape, plan)
+    assert copied - plain == processes * (4 * trained // processes)

@@ -79,7 +79,8 @@ def test_loss_counts_trained_tokens_and_the_update_once_a_step():
 
 
 def test_forward_passes_of_a_reference_take_forward_and_loss_again():
-    seconds = {passes: parts(plan=replace(GRAPHED, forward_passes=passes)) for passes in (1, 3)}
+    of_answers = replace(GRAPHED, objective="kto", start_reference=True)
+    seconds = {plan.forward_passes: parts(plan=plan) for plan in (GRAPHED, of_answers)}
     more = {phase: amounts for phase, amounts in WORK.phases.items() if phase == "forward"}
     forward_s = parts(Work(more))["matmuls"]
     assert seconds[3]["matmuls"] - seconds[1]["matmuls"] == pytest.approx(2 * forward_s)

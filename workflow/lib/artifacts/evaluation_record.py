@@ -14,9 +14,9 @@ ITEMS = "items.json"
 class SourceLoss(Record):
     """Loss on some held-out documents."""
 
-    loss: float  # nats per trained token
+    loss: float  # nats per trained token, each by its weight in the loss
     loss_ci95: Interval | None  # 95% interval over documents; null for a single document
-    perplexity: float  # exponential of the loss
+    perplexity: float  # exponential of the loss without weights
     documents: int  # documents measured
     trained_tokens: int  # their prediction targets
 
@@ -26,6 +26,16 @@ class DocumentLoss(Record):
     source: str  # name of its source
     loss_sum: float  # Nats, summed over its prediction targets
     tokens: int  # its prediction targets
+    weighted_sum: float | None = None
+    """The same sum, each target times its weight; of data with weights alone."""
+    weight: float | None = None  # sum of these weights
+
+    @property
+    def loss(self) -> tuple[float, float]:
+        """Sum and size of its share of the held-out loss."""
+        if self.weighted_sum is None or self.weight is None:
+            return self.loss_sum, self.tokens
+        return self.weighted_sum, self.weight
 
 
 class Heldout(SourceLoss):
@@ -84,8 +94,9 @@ class ObjectiveLoss(LossDifference):
 
     of: str  # `pairs`, `rated answers` or `documents`
     against: str
-    """`reference`, the model of log p_ref, or without one the first measured subject."""
-    loss: float  # mean loss of an example
+    """`reference`, the model of log p_ref, or without one the first measured subject; of a
+    teacher's student the NF4 base, as the original may be the teacher."""
+    loss: float  # mean loss of an example, of documents that of a trained token
     loss_ci95: Interval | None  # 95% interval over examples
 
 

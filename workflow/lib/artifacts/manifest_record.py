@@ -119,6 +119,8 @@ class TokenFiles(Record):
 
     heldout_input_ids: str = Field(alias="heldout.input_ids.npy")
     """Of this file; equal held-out tokens make losses comparable. All other files have theirs."""
+    heldout_weights: str | None = Field(None, alias="heldout.weights.npy")
+    """Of the weights of held-out tokens, if there are any but 0 and 1."""
 
 
 class Probe(Record):

@@ -28,9 +28,11 @@ EXACT = 13  # units whose subsets are all taken
 SUBSETS = 10_000  # of more units, one of them the empty one
 CHUNK_ENTRIES = 2**22  # in memory at a time: 32 MiB
 ROUNDING = 1e-12  # relative: a sum of gains that is 0 but for rounding
+WIDEST = 600.0  # of an interval's half on the log scale: its end stays a number
 SKEW = 4.0
-"""Widens intervals of skewed losses: coverage of 94 to 96% for log-normal losses (sigma 0.3 and
-0.5) and exponential ones, of 2 to 200 documents; without it down to 92.5%."""
+"""Widens intervals of skewed losses. Measured coverage of log-normal (sigma 0.3 and 0.5) and
+exponential losses of 2 to 200 documents, whose lengths are equal or log-normal (sigma 1), 4,000
+draws each: 93.3 to 97.3%; without it 92.5 to 96.9%."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ def positive_ratio(numerators: npt.ArrayLike, denominators: npt.ArrayLike) -> Es
     errors = share * (tops / bottoms / value - 1)
     variance = float((errors**2 / (1 - 2 * share + 1 / effective)).sum())
     widened = math.sqrt(variance * (1 + SKEW * variance))
-    half = float(t.ppf(1 - LEVEL / 2, max(1.0, effective - 1))) * widened
+    half = min(WIDEST, float(t.ppf(1 - LEVEL / 2, max(1.0, effective - 1))) * widened)
     return Estimate(value, (value * math.exp(-half), value * math.exp(half)))
 
 

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from workflow.lib.data.tokens.token_store import Document, TokenStore, choose_documents
 from workflow.lib.distributed.work_sharing import agreed, shared_out
 from workflow.lib.distributed.world import World
-from workflow.lib.evaluation.heldout_loss import heldout_losses
+from workflow.lib.evaluation.heldout_loss import heldout_sums
 from workflow.lib.evaluation.lm_eval_tasks import LoadedTasks, load_tasks, run_tasks, task_facts
 from workflow.lib.evaluation.rewards import Preferences
 from workflow.lib.evaluation.sample_answers import (
@@ -35,7 +35,9 @@ from workflow.lib.evaluation.sample_answers import (
     generate_answers,
     stop_token_ids,
 )
-from workflow.lib.evaluation.task_scores import NO_SCORES, TaskScores
+from workflow.lib.evaluation.task_scores import NO_SCORES, Loss, TaskScores
+from workflow.lib.evaluation.token_objective import TokenObjective
+from workflow.lib.scores.scoring import HeldoutSums
 from workflow.lib.scores.streamed_model import StreamedModel
 from workflow.lib.settings.config import EvaluateConfig
 from workflow.lib.settings.subjects import SUBJECT_LABELS, SUBJECTS, SubjectName
@@ -112,7 +114,7 @@ class Subject:
 class Questions:
     """The questions to all subjects. losses_of: documents whose loss is measured, by number; may be
     none. sources: of each of these. preferences: of runs that train them, if their held-out loss is
-    measured."""
+    measured; objective: of other runs whose loss is not the mean -log p."""
 
     settings: EvaluateConfig
     tokenizer: PreTrainedTokenizerBase
@@ -122,6 +124,7 @@ class Questions:
     prompts: list[Prompt]
     tasks: dict[str, LoadedTasks]
     preferences: Preferences | None = None
+    objective: TokenObjective | None = None
 
 
 @dataclass(frozen=True)
@@ -136,13 +139,15 @@ class Part:
 
 @dataclass(frozen=True)
 class Measurement:
-    """The answers of one subject: (summed loss, tokens) by document of `losses_of`, tasks, texts by
-    prompt. others: losses of `preferences.others`."""
+    """The answers of one subject: (summed -log p, tokens) by document of `losses_of`, tasks, texts
+    by prompt. others: the same of `preferences.others`; objective: the summed loss by
+    `Questions.objective` of each document."""
 
-    losses: list[tuple[float, int]]
+    losses: list[Loss]
     tasks: TaskScores
     answers: list[str]
-    others: list[tuple[float, int]]
+    others: list[Loss]
+    objective: list[float]
 
 
 def prepare(
@@ -151,6 +156,7 @@ def prepare(
     tokenizer: PreTrainedTokenizerBase,
     settings: EvaluateConfig,
     preferences: Preferences | None = None,
+    objective: TokenObjective | None = None,
 ) -> Questions:
     """Choose documents and prompts and load the tasks. Raises `UserError` as `load_tasks`, or for a
     held-out loss with fewer than two documents, which have no interval."""
@@ -185,6 +191,7 @@ def prepare(
             trained_template_sha256=store.manifest["chat_template_sha256"],
         ),
         preferences=preferences if settings.heldout else None,
+        objective=objective,
     )
 
 
@@ -201,21 +208,28 @@ def parts(questions: Questions, *, world: World | None = None) -> list[Part]:
     return measurements + [_task(name, questions, world=world) for name in questions.tasks]
 
 
-def _losses(name: str, of: list[int], questions: Questions, *, world: World | None) -> Part:
-    documents = [questions.documents[number] for number in of]
+def _losses(name: str, numbers: list[int], questions: Questions, *, world: World | None) -> Part:
+    objective = questions.objective
 
-    def compute(model: Model | StreamedModel) -> list[tuple[float, int]]:
-        if isinstance(model, StreamedModel):
-            return shared_out(documents, model.losses, world=world)
-
-        def of(mine: list[Document]) -> list[tuple[float, int]]:
-            return heldout_losses(
-                model, mine, batch_size=questions.settings.batch_size, device=model.device
+    def compute(model: Model | StreamedModel) -> list[list[Any]]:
+        def sums(own: list[int]) -> list[HeldoutSums]:
+            documents = [questions.documents[number] for number in own]
+            summed = None if objective is None else objective.summed(own)
+            if isinstance(model, StreamedModel):
+                return model.losses(documents, summed)
+            batch_size, device = questions.settings.batch_size, model.device
+            return heldout_sums(
+                model, documents, batch_size=batch_size, device=device, objective=summed
             )
 
-        return shared_out(documents, of, world=world, model=model)
+        sharded = None if isinstance(model, StreamedModel) else model
+        every = shared_out(numbers, sums, world=world, model=sharded)
+        return [[value for value in document if value is not None] for document in every]
 
-    return Part(name, {"documents": _digest(documents)}, compute)
+    facts: dict[str, Any] = {"documents": _digest([questions.documents[n] for n in numbers])}
+    if objective is not None:
+        facts |= objective.facts(numbers)
+    return Part(name, facts, compute)
 
 
 def _digest(documents: Sequence[Document]) -> str:
@@ -225,8 +239,8 @@ def _digest(documents: Sequence[Document]) -> str:
     return digest.hexdigest()
 
 
-def _check_finite(losses: list[tuple[float, int]], *, subject: SubjectName) -> None:
-    loss = sum(loss_sum for loss_sum, _ in losses) / sum(tokens for _, tokens in losses)
+def _check_finite(sums: list[list[Any]], *, subject: SubjectName) -> None:
+    loss = sum(nll for nll, *_ in sums) / sum(tokens for _, tokens, *_ in sums)
     if not loss < math.log(1e300):  # also true of NaN
         raise UserError(
             f"The held-out loss of {SUBJECT_LABELS[subject]} is {loss}: its weights are broken. "
@@ -315,13 +329,13 @@ def _measurement(values: dict[str, Any]) -> Measurement:
     for name, value in values.items():
         if name.startswith("task-"):
             tasks |= TaskScores.from_json(value)
+    losses, others = (
+        [HeldoutSums(*stored) for stored in values.get(name, [])] for name in (HELDOUT, OTHERS)
+    )
     return Measurement(
-        losses=_sums(values.get(HELDOUT, [])),
+        losses=[(sums.nll, sums.tokens) for sums in losses],
         tasks=tasks,
         answers=list(values.get("samples", [])),
-        others=_sums(values.get(OTHERS, [])),
+        others=[(sums.nll, sums.tokens) for sums in others],
+        objective=[sums.objective for sums in losses if sums.objective is not None],
     )
-
-
-def _sums(stored: list[Any]) -> list[tuple[float, int]]:
-    return [(float(loss_sum), int(tokens)) for loss_sum, tokens in stored]

@@ -101,7 +101,7 @@ def evaluations(
             subject=name,
             run=run,
             served=name == served,
-            heldout=_heldout(measured[name].losses, questions),
+            heldout=_heldout(measured[name], questions),
             tasks=measured[name].tasks.scores,
             samples=_samples(measured[name], questions),
             comparisons={
@@ -109,6 +109,7 @@ def evaluations(
                 for other in shown[:position]
             },
             **_rewards(name, measured, questions),
+            **_student(name, measured, questions),
             four_bits=four_bits if name == "base" else None,
             quantized_by=quantized_by if name == "base" else None,
             provenance=provenance,
@@ -151,6 +152,23 @@ def _rewards(
     return {"objective": record, "rewards": rewards_record(preferences, losses)}
 
 
+def _student(
+    name: SubjectName, measured: Mapping[SubjectName, Measurement], questions: Questions
+) -> dict[str, Any]:
+    """Return the loss by a teacher, against that of the NF4 base, or if it is not measured of the
+    original."""
+    objective = questions.objective
+    if objective is None or objective.is_weighted_loss or not measured[name].objective:
+        return {}
+    reference = next(x for x in reversed(REFERENCES) if x in measured)
+    before, after = (
+        objective.example_losses(questions.losses_of, x.losses, x.objective)
+        for x in (measured[reference], measured[name])
+    )
+    against = SUBJECT_LABELS[reference]
+    return {"objective": objective_record(before, after, of="documents", against=against)}
+
+
 def _reward_difference(
     before: Measurement, after: Measurement, questions: Questions
 ) -> dict[str, Any]:
@@ -187,26 +205,45 @@ def _samples(measured: Measurement, questions: Questions) -> list[Sample]:
     ]
 
 
-def _heldout(losses: Losses, questions: Questions) -> Heldout | None:
-    if not losses:
+def _heldout(measured: Measurement, questions: Questions) -> Heldout | None:
+    if not measured.losses:
         return None
-    of: dict[str, Any] = {"of": questions.preferences.what} if questions.preferences else {}
+    kind: dict[str, Any] = {"of": questions.preferences.what} if questions.preferences else {}
+    both = list(zip(_losses(measured, questions), measured.losses, strict=True))
     return Heldout(
-        **loss_fields(losses),
-        **of,
+        **loss_fields(*zip(*both, strict=True)),
+        **kind,
         sources={
-            name: SourceLoss(**loss_fields(each))
-            for name, each in by_source(losses, questions.sources).items()
+            name: SourceLoss(**loss_fields(*zip(*each, strict=True)))
+            for name, each in by_source(both, questions.sources).items()
         },
-        per_document=_per_document(losses, questions),
+        per_document=_per_document(measured, questions),
     )
 
 
-def _per_document(losses: Losses, questions: Questions) -> list[DocumentLoss]:
-    of = zip(questions.losses_of, questions.sources, losses, strict=True) if losses else ()
+def _losses(measured: Measurement, questions: Questions) -> Losses:
+    """Return the held-out loss and the size of each document: of -log p, by the tokens' weights."""
+    objective = questions.objective
+    if objective is None or not objective.is_weighted_loss or not measured.losses:
+        return measured.losses
+    return objective.example_losses(questions.losses_of, measured.losses, measured.objective)
+
+
+def _per_document(measured: Measurement, questions: Questions) -> list[DocumentLoss]:
+    if not measured.losses:
+        return []
+    losses = _losses(measured, questions)
+    every = zip(questions.losses_of, questions.sources, measured.losses, losses, strict=True)
+    weighted = losses is not measured.losses
     return [
-        DocumentLoss(document=number, source=source, loss_sum=loss_sum, tokens=count)
-        for number, source, (loss_sum, count) in of
+        DocumentLoss(
+            document=number,
+            source=source,
+            loss_sum=nll,
+            tokens=int(tokens),
+            **({"weighted_sum": loss[0], "weight": loss[1]} if weighted else {}),
+        )
+        for number, source, (nll, tokens), loss in every
     ]
 
 
@@ -222,7 +259,7 @@ def items_of(
     public = replace(questions, sources=[public_name(source) for source in questions.sources])
     subjects = {
         name: SubjectItems(
-            losses=_per_document(measured[name].losses, public),
+            losses=_per_document(measured[name], public),
             tasks=[TaskItems(**found) for found in measured[name].tasks.to_json()["items"]],
         )
         for name in SUBJECTS
@@ -239,7 +276,7 @@ def items_of(
 
 
 def compare(before: Measurement, after: Measurement, questions: Questions) -> Comparison:
-    pairs = list(zip(before.losses, after.losses, strict=True))
+    pairs = list(zip(*(_losses(x, questions) for x in (before, after)), strict=True))
     return Comparison(
         **difference_fields(pairs),
         sources={
@@ -263,6 +300,7 @@ def summary_lines(results: Mapping[SubjectName, Evaluation]) -> list[str]:
             if name != reference
             for line in _comparison_lines(results[reference], after)
         ),
+        *(line for after in results.values() for line in _objective_lines(after)),
         *(line for after in results.values() for line in _reward_lines(after)),
     ]
 
@@ -297,6 +335,16 @@ def _comparison_lines(before: Evaluation, after: Evaluation) -> list[str]:
                 f"{task} {metric} {scores[0]:.4f} -> {scores[1]:.4f}: {new} - {old} {gain}"
             )
     return lines
+
+
+def _objective_lines(measured: Evaluation) -> list[str]:
+    if (own := measured.objective) is None or (gain := own.loss_difference) is None:
+        return []
+    subject = SUBJECT_LABELS[measured.subject]
+    return [
+        f"objective's loss of {subject} on {own.documents} held-out {own.of} {own.loss:.4f}: "
+        f"{own.against} - {subject} {_signed(gain, own.loss_difference_ci95, own.p_value)}"
+    ]
 
 
 def _reward_lines(found: Evaluation) -> list[str]:

@@ -11,7 +11,7 @@ from workflow.lib.artifacts.evaluation_record import MetricDifference, Task
 from workflow.lib.evaluation.intervals import mean_gain, positive_ratio, signed_ratio
 
 T = TypeVar("T")
-Loss = tuple[float, int]  # summed over tokens, and their number
+Loss = tuple[float, float]  # summed over tokens, and their number, or the sum of their weights
 Item = tuple[int, str, str]  # document number, hash of the document, hash of the prompt
 MetricItems = dict[tuple[str, str], dict[Item, float]]
 
@@ -96,14 +96,14 @@ def by_source(entries: Sequence[T], sources: Sequence[str]) -> dict[str, list[T]
     }
 
 
-def loss_fields(losses: Sequence[Loss]) -> dict[str, Any]:
-    """Return the fields of `SourceLoss`, of a loss by document."""
-    sums, tokens = zip(*losses, strict=True)
-    loss = sum(sums) / sum(tokens)
+def loss_fields(losses: Sequence[Loss], plain: Sequence[Loss] | None = None) -> dict[str, Any]:
+    """Return the fields of `SourceLoss`, of a loss by document; plain: the same without weights."""
+    sums, weights = zip(*losses, strict=True)
+    nll, tokens = zip(*(plain or losses), strict=True)
     return {
-        "loss": loss,
-        "loss_ci95": positive_ratio(sums, tokens).ci95,
-        "perplexity": math.exp(loss),
+        "loss": sum(sums) / sum(weights),
+        "loss_ci95": positive_ratio(sums, weights).ci95,
+        "perplexity": math.exp(sum(nll) / sum(tokens)),
         "documents": len(sums),
         "trained_tokens": sum(tokens),
     }

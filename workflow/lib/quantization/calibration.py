@@ -4,7 +4,7 @@ Beside the calibration rows, held-out documents run through three models at once
 bitsandbytes' (absmax), and the calibrated one. Their losses show the cost of 4 bits and the gain of
 calibration, at the price of three passes, without ever loading a whole model."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -171,20 +171,37 @@ class _Outside:
 LOGITS_AT_ONCE = 256  # positions at a time: a vocabulary of 256k takes 0.3 GiB in fp32
 
 
+SummedLoss = Callable[[int, slice, torch.Tensor, torch.Tensor], torch.Tensor]
+"""The summed loss () fp64 of a document's counted tokens: (the document's number, which of these
+tokens, their logits (n, vocabulary), their ids (n,))."""
+
+
+def summed_nll(
+    document: int, tokens: slice, logits: torch.Tensor, targets: torch.Tensor
+) -> torch.Tensor:
+    """Return the summed -log p (nats) of targets (n,)."""
+    return nn.functional.cross_entropy(logits, targets, reduction="sum").double().cpu()
+
+
 @torch.no_grad()
 def document_losses(
-    stream: LayerStream, batches: list[Batch], hidden: list[torch.Tensor]
+    stream: LayerStream,
+    batches: list[Batch],
+    hidden: list[torch.Tensor],
+    *,
+    loss: SummedLoss = summed_nll,
 ) -> list[float]:
-    """Return the summed -log p (nats) of the counted tokens of each batch, a document each."""
+    """Return the summed loss of the counted tokens of each batch, a document each."""
     losses = []
-    for batch, states in zip(batches, hidden, strict=True):
+    for number, (batch, states) in enumerate(zip(batches, hidden, strict=True)):
         assert batch.counted is not None, "measured documents say what is predicted"
         targets = batch.counted[0, 1:].nonzero().flatten() + 1
         total = torch.zeros((), dtype=torch.float64)
-        for part in targets.split(LOGITS_AT_ONCE):
+        for start in range(0, len(targets), LOGITS_AT_ONCE):
+            tokens = slice(start, start + LOGITS_AT_ONCE)
+            part = targets[tokens]
             logits = stream.logits(batch, states.to(part.device), part - 1)[0].float()
-            wanted = batch.input_ids[0, part]
-            total += nn.functional.cross_entropy(logits, wanted, reduction="sum").double().cpu()
+            total += loss(number, tokens, logits, batch.input_ids[0, part])
         losses.append(float(total))
     return losses
 

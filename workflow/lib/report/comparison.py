@@ -170,7 +170,8 @@ def task_columns(runs: list[Run]) -> list[str]:
 
 
 def comparable(runs: list[Run]) -> bool:
-    return len({run.manifest.files.heldout_input_ids for run in runs}) == 1
+    files = [run.manifest.files for run in runs]
+    return len({(each.heldout_input_ids, each.heldout_weights) for each in files}) == 1
 
 
 def best_run(runs: list[Run]) -> Run | None:
@@ -202,7 +203,7 @@ def behind_best(runs: list[Run]) -> dict[str, Estimate]:
     }
 
 
-def _paired(own: Evaluation, best: Evaluation) -> tuple[list[float], list[int]] | None:
+def _paired(own: Evaluation, best: Evaluation) -> tuple[list[float], list[float]] | None:
     """Return by unit the distance to the best and the weight; None for other documents."""
     losses, others = (found.heldout.per_document if found.heldout else [] for found in (own, best))
     both = list(zip(losses, others, strict=False))
@@ -210,12 +211,13 @@ def _paired(own: Evaluation, best: Evaluation) -> tuple[list[float], list[int]] 
     if not losses or len(losses) != len(others) or not same:
         return None
     if best.rewards is None:
-        return [one.loss_sum - two.loss_sum for one, two in both], [one.tokens for one, _ in both]
+        gains = [one.loss[0] - two.loss[0] for one, two in both]
+        return gains, [one.loss[1] for one, _ in both]
     if own.rewards is None or len(own.rewards.margins) != len(best.rewards.margins):
         return None
     margins = zip(own.rewards.margins, best.rewards.margins, strict=True)
     gains = [float(two > 0) - float(one > 0) for one, two in margins]
-    return gains, [1] * len(gains)
+    return gains, [1.0] * len(gains)
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Value]:

@@ -204,6 +204,15 @@ class WholeModel:
         return scores_of(wanted, targets, top_k=self._top_k, vocabulary=self._vocabulary)
 
 
+class HeldoutSums(NamedTuple):
+    """Sums over a document's trained tokens: of -log p (nats), their number, and the weighted loss
+    by another objective."""
+
+    nll: float
+    tokens: int
+    objective: float | None = None
+
+
 def kept_logits(model: Any, columns: torch.Tensor, **inputs: Any) -> torch.Tensor:
     """Return the logits (rows, columns, vocabulary) at these positions; a class without
     `logits_to_keep` (Qwen's thinkers) makes those of all."""

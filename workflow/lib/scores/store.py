@@ -36,6 +36,12 @@ class Scores(NamedTuple):
         arrays: list[Any] = [None if array is None else array[start:stop] for array in self]
         return Scores(*arrays)
 
+    def outcomes(self) -> npt.NDArray[np.float32]:
+        """Return log p (n, k + 1) of a teacher's likeliest tokens, and of all others together."""
+        assert self.top_log_probs is not None, "the scores are a teacher's"
+        assert self.rest is not None
+        return np.concatenate([self.top_log_probs, self.rest[:, None]], axis=1)
+
     @classmethod
     def nothing(cls, top_k: int) -> Self:
         layout = arrays_of(top_k).items()

@@ -7,6 +7,7 @@ are measured with such a model."""
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,9 +17,9 @@ from workflow.lib.distributed.work_sharing import shared_out
 from workflow.lib.distributed.world import World
 from workflow.lib.model.nf4_model import build_on_meta
 from workflow.lib.model.published.converted_reader import ConvertedReader
-from workflow.lib.quantization.calibration import document_losses
+from workflow.lib.quantization.calibration import SummedLoss, document_losses
 from workflow.lib.quantization.layer_stream import Batch, LayerStream
-from workflow.lib.scores.scoring import Row, scores_of
+from workflow.lib.scores.scoring import HeldoutSums, Row, scores_of
 from workflow.lib.scores.store import Scores
 from workflow.lib.system.progress import Progress
 
@@ -43,25 +44,34 @@ class StreamedModel:
         self._attention = attention
         self.moved: Callable[[], None] = lambda: None
 
-    def losses(self, documents: Sequence[Document]) -> list[tuple[float, int]]:
-        """Return (summed -log p in nats, predicted tokens) of each document, in order."""
-        parts = range(0, len(documents), DOCUMENTS_AT_ONCE)
+    def losses(
+        self, documents: Sequence[Document], objective: SummedLoss | None = None
+    ) -> list[HeldoutSums]:
+        """Return the sums of each document, in order."""
         return [
-            loss
-            for start in parts
-            for loss in self._losses(documents[start : start + DOCUMENTS_AT_ONCE])
+            sums
+            for start in range(0, len(documents), DOCUMENTS_AT_ONCE)
+            for sums in self._losses(
+                documents[start : start + DOCUMENTS_AT_ONCE],
+                objective and _from(start, objective),
+            )
         ]
 
-    def _losses(self, documents: Sequence[Document]) -> list[tuple[float, int]]:
+    def _losses(
+        self, documents: Sequence[Document], objective: SummedLoss | None
+    ) -> list[HeldoutSums]:
         batches = [self._batch(document) for document in documents]
         with self.stream() as stream:
             with Progress("held-out loss", total=len(stream.layers), unit="layers") as progress:
                 hidden = through_layers(
                     stream, batches, moved=self.moved, layer_done=lambda: progress.add(1)
                 )
-            sums = document_losses(stream, batches, hidden)
+            nll = document_losses(stream, batches, hidden)
+            own: list[Any] = [None] * len(documents)
+            if objective is not None:
+                own = document_losses(stream, batches, hidden, loss=objective)
         counts = [int(mask.sum()) for _, mask in documents]
-        return list(zip(sums, counts, strict=True))
+        return [HeldoutSums(*sums) for sums in zip(nll, counts, own, strict=True)]
 
     @contextmanager
     def stream(self) -> Iterator[LayerStream]:
@@ -79,6 +89,10 @@ class StreamedModel:
     def _batch(self, document: Document) -> Batch:
         ids, mask = (torch.from_numpy(np.array(part)[None]) for part in document)
         return Batch(ids.long().to(self._device), None, counted=mask.to(self._device))
+
+
+def _from(start: int, objective: SummedLoss) -> SummedLoss:
+    return lambda document, *tokens: objective(start + document, *tokens)
 
 
 @torch.no_grad()

@@ -87,7 +87,7 @@ class DistillConfig(Section):
     """Training on what a teacher says of the training data (`train.objective: distill`): the loss
     of a token is T^2 KL(teacher || student) + sft_weight (-log p)."""
 
-    affects: ClassVar = Affects("result", read_by=("preflight_run", "finetune"))
+    affects: ClassVar = Affects("result", read_by=("preflight_run", "finetune", "evaluate_run"))
 
     teacher: Annotated[ScoredModel, SCORED] = "original"
     """The teacher: `original` in 16 bits, a run's name, a folder (adapter or model), or a hub id.

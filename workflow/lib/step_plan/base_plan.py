@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Strict
 
 from workflow.lib.model.architecture.vocabulary_slices import vocabulary_slices
-from workflow.lib.settings.objectives import ObjectiveName
+from workflow.lib.settings.objectives import NEEDS, ObjectiveName
 from workflow.lib.system.compute_choice import COMPUTE_DTYPE, FLEX, VARLEN
 from workflow.lib.system.document_lengths import LengthGroup
 
@@ -45,8 +45,9 @@ class BasePlan:
     objective: ObjectiveName = SUPERVISED  # `train.objective`
     shares_prompts: bool = False
     """The two documents of an example share their prompt, if the model's attention can."""
-    forward_passes: int = 1
-    """Of a micro-batch in a step: the last has a backward, others are of reference and estimate."""
+    start_reference: bool = False
+    """The objective's reference is the start of the training: its trained values are in host
+    memory."""
     top_k: int = 0  # tokens of a teacher's scores at each position; 0 without a teacher
     optimizer: str = "adamw"  # `train.optimizer`
     rank: int  # of the adapters, unless `ranks` has another
@@ -67,6 +68,12 @@ class BasePlan:
     def tokens(self) -> int:
         """T: tokens of a micro-batch."""
         return self.micro_batch_size * self.seq_len
+
+    @property
+    def forward_passes(self) -> int:
+        """Of a micro-batch in a step: the last has a backward, others are of reference and
+        estimate."""
+        return 1 + NEEDS[self.objective].forward_first + self.start_reference
 
     @property
     def accumulates(self) -> bool:

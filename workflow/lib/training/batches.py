@@ -185,19 +185,11 @@ def with_scores(batch: MicroBatch, parts: Sequence[Scores]) -> MicroBatch:
     count = len(batch.targets)
     if parts[0].top_ids is None:
         return replace(batch, reference=_joined([part.log_probs for part in parts], count))
-    outcomes: list[Any] = [_outcomes(part) for part in parts]
     return replace(
         batch,
         teacher_ids=_joined([part.top_ids for part in parts], count).long(),
-        teacher_log_probs=_joined(outcomes, count),
+        teacher_log_probs=_joined([part.outcomes() for part in parts], count),
     )
-
-
-def _outcomes(scores: Scores) -> npt.NDArray[np.float32]:
-    """Return log p (n, k + 1) of a teacher's likeliest tokens, and of all others together."""
-    assert scores.top_log_probs is not None
-    assert scores.rest is not None
-    return np.concatenate([scores.top_log_probs, scores.rest[:, None]], axis=1)
 
 
 def _joined(arrays: Sequence[Any], count: int) -> torch.Tensor:

@@ -153,6 +153,11 @@ class TokenStore:
         every = self._heldout_desirable
         return None if every is None else np.asarray(every[self._offsets[:-1]])
 
+    @property
+    def heldout_is_weighted(self) -> bool:
+        """Whether a held-out token's weight is neither 0 nor 1."""
+        return self._heldout_weights is not None
+
     def heldout_weights(self, number: int) -> npt.NDArray[np.float64]:
         """Return the weights of a held-out document's trained tokens (trained,) in the loss."""
         span = slice(*(int(x) for x in self._offsets[number : number + 2]))

@@ -75,15 +75,16 @@ def budget(hardware: HardwareConfig, machine: Machine) -> Budget:
 
 
 def host_bytes(shape: ModelShape, plan: StepPlan, machine: Machine, peaks: Peaks) -> int:
-    """Return the host memory of a node's processes at the predicted peaks. With GPUs: each process,
-    its page-locked memory, and the largest tensor's slices while loading; later an embedding's
-    pages, once, and rows in transfer."""
+    """Return the host memory of a node's processes at the predicted peaks, with the start values of
+    a reference. With GPUs: each process, its page-locked memory, and the largest tensor's slices
+    while loading; later an embedding's pages, once, and rows in transfer."""
+    start = plan.start_reference * 4 * trainable_parameters(shape, plan) // plan.shards
     if machine.device == "cpu":
-        return machine.processes_per_node * peaks.allocated_bytes
+        return machine.processes_per_node * (peaks.allocated_bytes + start)
     table = shape.vocab_size * shape.hidden_size * shape.source_bytes
     stack = shape.largest(lambda layer: max(x.num_weights for x in layer.linears) // 2)  # 4 bits
     rows = plan.rows_from_host * shape.hidden_size * plan.compute_bytes
-    each = GPU_PROCESS_BYTES + peaks.host_bytes + rows
+    each = GPU_PROCESS_BYTES + peaks.host_bytes + rows + start
     return machine.processes_per_node * each + max(table, stack)
 
 

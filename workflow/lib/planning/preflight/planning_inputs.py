@@ -190,9 +190,7 @@ def plan_from_settings(run: RunConfig, shape: ModelShape, machine: Machine) -> S
         objective=run.train.objective,
         shares_prompts=run.preferences.shared_prompt
         and NEEDS[run.train.objective].examples != "texts",
-        forward_passes=1
-        + NEEDS[run.train.objective].forward_first
-        + reads_start(run.train.objective, run.preferences),
+        start_reference=reads_start(run.train.objective, run.preferences),
         top_k=run.distill.top_k if run.train.objective == "distill" else 0,
         optimizer=run.train.optimizer,
         rank=run.lora.r,
