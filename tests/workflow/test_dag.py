@@ -265,6 +265,18 @@ def test_base_that_the_original_teaches_is_a_preset_of_runs_on_one_base(fresh, t
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(("heldout", "times"), [(True, 1), (False, 0)])
+def test_student_is_evaluated_by_the_scores_of_its_teacher(fresh, tmp_path, heldout, times):
+    taught = fresh.copy(tmp_path / "taught")
+    evaluate = taught.settings["evaluate"] | {"heldout": heldout}
+    student = {"train": {"objective": "distill"}, "evaluate": evaluate}
+    taught.write_settings(taught.settings | {"runs": {"plain": {}, "student": student}})
+    said = taught.run("--dry-run", "--printshellcmds", "all").output
+    commands = [line for line in said.splitlines() if "workflow.scripts.evaluate_run " in line]
+    assert len(commands) == 2
+    assert sum(" --scores results/scores/" in command for command in commands) == times
+
+
 def test_new_run_leaves_finished_ones_alone(project):
     project.edit({"runs": {"wide": {"lora": {"r": 8}}}})
     plan = project.plan("all")
