@@ -191,6 +191,13 @@ def test_history_is_trained_as_the_format_says(format, trained):
         ({"history": [["q", "a"]]}, "history beside messages: column 'history' has no place in"),
         ({"reasoning": ["step"]}, "not text: column 'reasoning' is list"),
         (
+            {
+                "messages": [EXCHANGE[0], {**EXCHANGE[1], "content": "<think>a</think>b"}],
+                "cot": "c",
+            },
+            "two reasonings: column 'cot' has one",
+        ),
+        (
             {"messages": [{**EXCHANGE[0], "tools": [TOOL]}, EXCHANGE[1]]},
             "list of tools in a message: ",
         ),

@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from workflow.lib.data.encoding.chat_messages import (
+    BEGIN_OF_REASONING,
     Conversation,
     as_prefix,
     read_content,
@@ -288,13 +289,17 @@ def _add_reasoning(messages: list[Message], row: RowParts) -> None:
                 f"not text: column {name!r} is {kind(reasoning)}; leave it out "
                 f"(data.leave_out: [{name}])"
             )
-        last = messages[-1]
-        if last["role"] != "assistant" or not last.keys().isdisjoint(REASONING_KEYS):
+        last, text = messages[-1], without_tags(reasoning).strip()
+        is_new = text not in last["content"]
+        has_another = not last.keys().isdisjoint(REASONING_KEYS) or (
+            is_new and last["content"].lstrip().startswith(BEGIN_OF_REASONING)
+        )
+        if last["role"] != "assistant" or has_another:
             raise RowError(
                 f"two reasonings: column {name!r} has one, and so has the last turn, or it is no "
                 f"assistant's; leave the column out (data.leave_out: [{name}])"
             )
-        if without_tags(reasoning).strip() not in last["content"]:
+        if is_new:
             key = row.keys.reasoning_key(REASONING_KEYS[0])
             last[key] = without_tags(text_of(reasoning, f"column {name!r}"))
 
