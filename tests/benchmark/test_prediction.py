@@ -11,6 +11,7 @@ from workflow.lib.planning.machine import imagined_machine
 from workflow.lib.planning.memory.replay import replay
 from workflow.lib.planning.preflight.replay_check import NotRecordedError
 from workflow.lib.recording import recording_process as recordings
+from workflow.lib.system.errors import UserError
 from workflow.lib.system.gpu_models import parse_gpu
 from workflow.lib.system.units import GIB
 
@@ -78,3 +79,10 @@ def test_cap_bounds_what_is_predicted_to_be_reserved(process):
     assert capped is not None
     assert capped["peak_bytes"] == free["peak_bytes"]
     assert capped["reserved_bytes"] <= cap * GIB < free["reserved_bytes"]
+
+
+def test_layers_that_cannot_be_built_alone_are_the_benchmark_s_own_setting(process):
+    """The first layers of Gemma 4 E4B share no keys, as its config.json says of the last ones."""
+    model = {"model": "google/gemma-4-E4B", "layers": 8}
+    with pytest.raises(UserError, match=r"^benchmark\.layers = 8: google/gemma-4-E4B with its"):
+        prepared(process, "flash", **model)

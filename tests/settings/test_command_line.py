@@ -4,7 +4,7 @@ import pytest
 import yaml
 from snakemake.cli import parse_config
 
-from workflow.lib.settings.command_line import as_in_yaml, check_options
+from workflow.lib.settings.command_line import as_in_yaml, check_options, is_dry_run
 from workflow.lib.system.errors import UserError
 
 
@@ -45,3 +45,17 @@ def test_option_whose_first_settings_snakemake_would_drop_is_refused(words):
 
 def test_options_that_stand_once_are_taken():
     check_options(["snakemake", "-C", "train={seed: 1}", "lora={r: 2}", "--configfile", "a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("words", "dry"),
+    [
+        (["--dry-run"], True),
+        (["--cores", "2", "-np", "all"], True),
+        (["--dryrun"], True),
+        (["--cores", "2", "train"], False),
+        (["--config", "a=-n", "--until", "finetune"], False),
+    ],
+)
+def test_dry_run_is_read_in_all_its_spellings(words, dry):
+    assert is_dry_run(words) is dry

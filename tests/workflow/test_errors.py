@@ -70,6 +70,25 @@ def test_wrong_setting_stops_before_any_job(fresh, tmp_path, edit, message):
     assert_said(refusal(project, after=[]), *message)
 
 
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        ({"lora": {"target_modules": ["q_prj"]}}, " ".join(NO_SUCH_LAYER[:1])),
+        ({"lora": {"modules_to_save": ["lm_hed"]}}, "run demo: lora.modules_to_save = "),
+        ({"train": {"global_batch_size": 3}}, "run demo: train.global_batch_size = 3: must be"),
+        ({"data": {"seq_len": 10**6}}, "run demo: data.seq_len = 1000000: the model's max_pos"),
+    ],
+    ids=["targets", "whole modules", "batch", "length"],
+)
+def test_dry_run_of_a_model_that_is_there_tells_what_cannot_work(fresh, tmp_path, edit, said):
+    project = fresh.copy(tmp_path / "project")
+    project.edit(edit)
+    done = project.snakemake("-n", "all")
+    assert done.status == 1
+    assert said in done.output
+    assert "Traceback" not in done.output
+
+
 def test_refusal_names_the_file_that_was_read(fresh, tmp_path):
     project = fresh.copy(tmp_path / "project")
     project.edit({"lora": {"r": 0}})

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from workflow.benchmark.cases import Request, model_config, run_settings
+from workflow.benchmark.cases import BenchmarkConfig, Request, model_config, run_settings
 from workflow.benchmark.random_pairs import pair_rows, random_pairs
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.model.describe_model import describe_config
@@ -20,7 +20,7 @@ from workflow.lib.planning.token_counts import TokenCounts
 from workflow.lib.recording.recording_process import PlanRecorder, RecordingProcess
 from workflow.lib.settings.config import RunConfig
 from workflow.lib.step_plan.plan import StepPlan
-from workflow.lib.system.errors import setting_error
+from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.units import GIB
 
 # Fields of the forecast in a line.
@@ -50,7 +50,7 @@ def prepare(request: Request, *, num_gpus: int, recordings: RecordingProcess) ->
         raise setting_error("benchmark.processes", request.processes, bound, "Lower it")
     run = run_settings(request, device=device)
     config = model_config(request.sizes)
-    shape = describe_config(config, origin=Path(request.sizes.model))
+    shape = _described(request.sizes, config)
     tokens = imagined_tokens(request, shape)
     check_tokens(tokens, run, shape)
     machine = read_machine(run.hardware)
@@ -72,6 +72,22 @@ def prepare(request: Request, *, num_gpus: int, recordings: RecordingProcess) ->
         gpu_names=machine.gpu_names,
         predicted=forecasted.model_dump(include=PREDICTED) if is_ours else None,
     )
+
+
+def _described(sizes: BenchmarkConfig, config: dict[str, Any]) -> ModelShape:
+    """Describe the measured decoder; raises `UserError` that names the benchmark's own settings."""
+    try:
+        return describe_config(config, origin=Path(sizes.model))
+    except UserError as error:
+        if sizes.layers is None:
+            reason = str(error).replace("model.source", "benchmark.model")
+            raise UserError(f"benchmark.model: {reason}") from None
+        raise setting_error(
+            "benchmark.layers",
+            sizes.layers,
+            f"{sizes.model} with its first layers alone cannot be built ({error})",
+            "Set more layers, null for all of them, or another benchmark.model",
+        ) from None
 
 
 def _cap_bytes(request: Request, machine: Machine) -> int | None:

@@ -36,7 +36,7 @@ from workflow.lib.planning.machine import check_place, requested_processes
 from workflow.lib.planning.preflight import cluster_request
 from workflow.lib.planning.preflight.checks import check_model
 from workflow.lib.recording.recording_process import plan_recorder
-from workflow.lib.settings.command_line import as_in_yaml, check_options
+from workflow.lib.settings.command_line import as_in_yaml, check_options, is_dry_run
 from workflow.lib.settings.config import (
     check_sources,
     ineffective_settings,
@@ -114,6 +114,14 @@ def inputs_in(folder, files):
     return files if folder in MADE else [local(file) for file in files]
 
 
+def description_of(config_json):
+    """Return the shape of a config.json's model."""
+    # Loading torch takes seconds.
+    from workflow.lib.model.describe_model import describe_file
+
+    return describe_file(config_json)
+
+
 # Here, since Snakemake shows a traceback for errors of a rule's functions.
 try:
     check_prefix(placed(""))
@@ -138,6 +146,7 @@ try:
             settings,
             folder=Path(located(layout.model_dir(settings))),
             description=Path(placed(layout.description(settings))),
+            describe=description_of if is_dry_run(sys.argv) else None,
         )
         check_records(*(Path(placed(of(settings))) for of in (layout.tokens_dir, layout.base_dir)))
         tested = settings.evaluate

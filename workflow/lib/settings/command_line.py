@@ -3,6 +3,7 @@
 Snakemake reads every value in a section of the command line as text (YAML's BaseLoader), and passes
 it to its jobs in the same way."""
 
+import re
 from collections.abc import Mapping, Sequence
 
 import yaml
@@ -23,6 +24,11 @@ def check_options(words: Sequence[str]) -> None:
                 f"{names[0]} stands {len(given)} times in the command, and Snakemake would take "
                 f"the last one alone. Give all behind one: {names[0]} A B"
             )
+
+
+def is_dry_run(words: Sequence[str]) -> bool:
+    """Whether a command plans jobs and runs none: `-n`, also among other letters (`-np`)."""
+    return any(re.fullmatch(r"--dry-?run|-[a-zA-Z]*n[a-zA-Z]*", word) for word in words)
 
 
 def as_in_yaml(value: object) -> object:

@@ -136,6 +136,12 @@ class LoraSettings(Section):
     """Modules trained whole in fp32 (16 bytes a weight) and exported: untied `lm_head`,
     `embed_tokens`; routers of a mixture (`mlp.gate`, `mlp.router`)."""
 
+    @property
+    def names_modules(self) -> bool:
+        """Whether the settings name modules, which the model may lack."""
+        patterns = self.rank_pattern or self.alpha_pattern
+        return bool(patterns or self.modules_to_save or self.target_modules != "all-linear")
+
     @model_validator(mode="after")
     def _some_target(self) -> "LoraSettings":
         if not self.target_modules:

@@ -4,13 +4,13 @@ They read only settings, `config.json`, the manifest and the machine: they also 
 is downloaded or tokenized."""
 
 import importlib.util
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from workflow.lib.artifacts.layout import SERVING
-from workflow.lib.model.architecture.config_file import read_config
+from workflow.lib.model.architecture.config_file import read_config, text_part
 from workflow.lib.model.architecture.model_shape import ModelShape, read_shape
 from workflow.lib.planning.machine import (
     Machine,
@@ -93,18 +93,34 @@ def read_tokens(path: Path) -> TokenCounts:
     return replace(TokenCounts(*sizes), lengths=lengths)
 
 
-def check_model(name: str, run: RunConfig, *, folder: Path, description: Path) -> None:
+def check_model(
+    name: str,
+    run: RunConfig,
+    *,
+    folder: Path,
+    description: Path,
+    describe: Callable[[Path], ModelShape] | None = None,
+) -> None:
     """Raise `UserError` if settings of the run `name` cannot work with the model in `folder`, as
-    far as it is known: nothing before a download, config.json alone without its description."""
-    path = folder / "config.json"
-    if not folder.exists():
-        return
+    far as it is known: nothing before a download, config.json alone without its description.
+
+    describe: of a dry run, by a config.json in ten seconds. It is called if settings name modules.
+    """
+    path, processes = folder / "config.json", requested_processes(run.hardware)
     try:
+        if describe is not None or run.hardware.gpus != "auto":
+            check_batch(run, asked_machine(*processes, run.hardware.nodes))
+        if not folder.exists():
+            return
         config = read_config(path)
-        if description.is_file():
-            shape = read_shape(description)
-            if shape.config_sha256 == file_sha256(path):
-                check_settings(run, shape, config, trains_here=False)
+        context = text_part(config).get("max_position_embeddings")
+        if isinstance(context, int):
+            check_context(run.data.seq_len, context)
+        shape = read_shape(description) if description.is_file() else None
+        if shape is None or shape.config_sha256 != file_sha256(path):
+            shape = describe(path) if describe and run.lora.names_modules else None
+        if shape is not None:
+            check_settings(run, shape, config, trains_here=False)
     except UserError as error:
         raise UserError(f"run {name}: {error}") from None
 
@@ -125,7 +141,7 @@ def check_settings(
     """Raise `UserError` if settings cannot work with this model and the run's processes.
     trains_here: compare `hardware.gpus` with the visible GPUs; else accept any number, and `auto`
     suits any model."""
-    check_context(run.data.seq_len, shape)
+    check_context(run.data.seq_len, shape.max_position_embeddings)
     check_served(run, shape, config, packages=serving_packages())
     if run.hardware.gpu_model is not None:
         parse_gpu(run.hardware.gpu_model, setting="hardware.gpu_model")
@@ -167,13 +183,13 @@ def serving_packages() -> set[str]:
     return {path.name.partition("-")[0] for path in installed}
 
 
-def check_context(seq_len: int, shape: ModelShape) -> None:
+def check_context(seq_len: int, context: int) -> None:
     """Raise `UserError` if rows exceed the model's context (beyond which dynamic NTK would act)."""
-    if seq_len > shape.max_position_embeddings:
+    if seq_len > context:
         raise setting_error(
             "data.seq_len",
             seq_len,
-            f"the model's max_position_embeddings is {shape.max_position_embeddings}",
+            f"the model's max_position_embeddings is {context}",
             "Set it to that or below, or choose a model with a longer context",
         )
 
@@ -188,7 +204,7 @@ def check_batch(run: RunConfig, machine: Machine) -> tuple[int, list[int]]:
 def check_tokens(tokens: TokenCounts, run: RunConfig, shape: ModelShape) -> None:
     """Raise `UserError` if the rows do not suit the settings or the model."""
     seq_len = run.data.seq_len
-    check_context(seq_len, shape)
+    check_context(seq_len, shape.max_position_embeddings)
     if tokens.seq_len != seq_len:
         raise setting_error(
             "data.seq_len",
