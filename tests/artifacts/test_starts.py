@@ -5,7 +5,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from tests.model.architecture.test_adapter_config import OLD
 from workflow.lib.artifacts import layout
@@ -26,7 +28,7 @@ def adapter(folder: Path, *files: str, **changes: Any) -> Path:
     folder.mkdir()
     (folder / "adapter_config.json").write_text(json.dumps(OLD | changes))
     for name in files:
-        (folder / name).write_bytes(b"weights")
+        save_file({"lora_A": np.zeros((2, 3), dtype=np.float32)}, folder / name)
     return folder
 
 

@@ -74,9 +74,9 @@ def interfere(act):
 
     original = loop.check_step
 
-    def check(loss, norm, *, step, origin):
+    def check(loss, norm, *, step, **facts):
         said = act(step + 1, loss)
-        original(loss if said is None else said, norm, step=step, origin=origin)
+        original(loss if said is None else said, norm, step=step, **facts)
 
     loop.check_step = check
 

@@ -16,12 +16,18 @@ MORE_THAN_STOCK = 2.0
 HEAD = "frozen head"
 
 
+def with_stored_scores(config):
+    """Return a run's settings with the store's reference, in place of the module's own start."""
+    preferences = config.preferences.model_copy(update={"reference": "original"})
+    return config.model_copy(update={"preferences": preferences})
+
+
 def steps(world, base):
     """Return loss, figures and gradients of a step of each objective: ours, and of one process also
     those of dense references in fp32 and bf16."""
     found = {}
     for name in OBJECTIVES:
-        config, bf16 = configured(name, HEAD), torch.bfloat16
+        config, bf16 = with_stored_scores(configured(name, HEAD)), torch.bfloat16
         model = build(base, config, world, dtype=bf16, attention="varlen")
         rows = len(ROWS) // world.size
         found[name] = one_step(model, config, world, rows, store=store_of(name))

@@ -113,11 +113,11 @@ def test_description_of_other_layers_is_read_as_it_was_written():
     assert shape_of_document(shape.document()) == shape
 
 
-def test_experts_that_run_by_code_of_their_own_are_refused():
+def test_class_without_a_decoder_of_its_own_is_refused():
     sizes = {"num_local_experts": 4, "interleave_moe_layer_step": 1}
     with pytest.raises(UserError) as caught:
         described("mixtral", model_type="llama4_text", **sizes)
-    assert "down_proj of Llama4TextExperts is a tensor of shape" in str(caught.value)
+    assert "its decoder Llama4ForCausalLM returns logits, and no hidden states" in str(caught.value)
 
 
 def test_model_without_linears_is_refused():

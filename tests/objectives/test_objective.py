@@ -21,15 +21,12 @@ from workflow.lib.training.best_adapter import HeldOut
 from workflow.lib.training.loop import Trainer, make_optimizer
 
 HEADS = {"frozen head": (), "trained head": ("lm_head",)}
-STORED = {"reference": "original"}  # scores in the store; `start` would be the module itself
 # One setting of each that has all its terms; forms of losses are tested without a model.
 SETTINGS = {
     "sft": {},
-    "dpo": {"preferences": {"beta": 0.3, "sft_weight": 0.7, "label_smoothing": 0.1} | STORED},
+    "dpo": {"preferences": {"beta": 0.3, "sft_weight": 0.7, "label_smoothing": 0.1}},
     "orpo": {"preferences": {"beta": 0.4}},
-    "kto": {
-        "preferences": {"beta": 0.2, "desirable_weight": 1.3, "undesirable_weight": 0.8} | STORED
-    },
+    "kto": {"preferences": {"beta": 0.2, "desirable_weight": 1.3, "undesirable_weight": 0.8}},
     "distill": {"distill": {"temperature": 1.5, "sft_weight": 0.6}},
 }
 

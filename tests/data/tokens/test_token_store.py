@@ -224,7 +224,10 @@ def test_rated_answers_say_of_each_token_and_heldout_document_whether_they_are_g
         ({"format_version": 2}, "format_version = 2, .* Delete the folder"),
         ({"examples": "ranked"}, "examples = 'ranked', but .* knows texts, pairs, rated"),
         ({"examples": "rated"}, "its examples are rated, and it has no optional array"),
-        ({"examples": "pairs", "more": (WEIGHTS,)}, f"examples are pairs, and it has {WEIGHTS}"),
+        (
+            {"examples": "pairs", "more": WEIGHTS[:1]},
+            f"examples are pairs, and it has {WEIGHTS[0]}",
+        ),
         ({"more": (DESIRABLE[1],)}, f"its examples are texts, and it has {DESIRABLE[1]}"),
         (
             {
