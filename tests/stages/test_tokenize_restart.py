@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.support.tokenizing import SEQ_LEN, rows, save_rows
-from workflow.lib.data.encoding.keys_read import KeyAccount
+from workflow.lib.data.encoding.keys_read import KeyAudit
 from workflow.lib.data.encoding.sample_encoder import Encoded
 from workflow.lib.data.reading.chunks import Row
 from workflow.lib.data.tokens.corpus import FEW_CHUNKS
@@ -111,7 +111,7 @@ def test_part_that_a_power_cut_left_half_written_is_not_taken_up(part, tmp_path)
     encode_rows(
         [Row(1, {})],
         begin=lambda _: Begun(lambda: [document]),
-        keys=KeyAccount(),
+        keys=KeyAudit(),
         seq_len=SEQ_LEN,
         overlong="drop",
         stem=stem,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from tests.support.pages import DOCS, with_part
 from workflow.lib.data.encoding.chat_messages import Conversation
 from workflow.lib.data.encoding.chat_template import keys_in_template
-from workflow.lib.data.encoding.keys_read import KeyAccount
+from workflow.lib.data.encoding.keys_read import KeyAudit
 from workflow.lib.data.encoding.preference_rows import Judged, to_judged
 from workflow.lib.data.encoding.row_columns import choose_format
 from workflow.lib.data.encoding.row_formats import to_sample
@@ -92,7 +92,7 @@ def read_style(name: str, examples: Examples = "texts") -> Read:
     format, columns = choose_format(
         present, format="auto", columns=DataColumns(), setting="data.train", examples=examples
     )
-    keys = KeyAccount(template_keys=keys_in_template(TEMPLATE))
+    keys = KeyAudit(template_keys=keys_in_template(TEMPLATE))
     given = {"format": format, "columns": columns, "keys": keys}
     rows = []
     for row in read_rows(path, setting="data.train"):

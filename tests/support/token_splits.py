@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from workflow.lib.data.encoding.keys_read import KeyAccount
+from workflow.lib.data.encoding.keys_read import KeyAudit
 from workflow.lib.data.encoding.sample_encoder import Encoded
 from workflow.lib.data.reading.chunks import Row
 from workflow.lib.data.tokens.corpus import Corpus
@@ -37,7 +37,7 @@ def split_of(folder: Path, name: str, documents: Sequence[Document]) -> Split:
         encode_rows(
             rows,
             begin=lambda row: Begun(partial(encode, row)),
-            keys=KeyAccount(),
+            keys=KeyAudit(),
             seq_len=5000,
             overlong="drop",
             stem=stem,

@@ -16,8 +16,8 @@ from workflow.lib.data.encoding.chat_template import with_arguments
 from workflow.lib.data.encoding.row_columns import WITHOUT_TEMPLATE, choose_format
 from workflow.lib.data.encoding.sample_encoder import SampleEncoder
 from workflow.lib.data.encoding.tokenizer import (
-    known_tokens,
     load_tokenizer,
+    num_usable_tokens,
     read_chat_template,
     read_tool_template,
 )
@@ -85,7 +85,7 @@ def main(args: argparse.Namespace) -> None:
     check_downloads(args)
     sources = resolve_splits(settings, root=args.dataset)
     tokenizer = load_tokenizer(args.tokenizer)
-    known = known_tokens(tokenizer, args.tokenizer)
+    known = num_usable_tokens(tokenizer, args.tokenizer)
     encodings = find_encodings(tokenizer, known, sources, settings, examples)
     tokenizer_facts = manifest.tokenizer_facts(
         tokenizer, args.tokenizer, chat_template=encodings["train"].chat_template
@@ -180,7 +180,7 @@ def find_encodings(
         template_kwargs=settings.template_kwargs,
         allow_unrendered=settings.allow_unrendered,
         special_tokens=settings.special_tokens_in_text or "text",
-        known_tokens=known,
+        usable_tokens=known,
     )
     exported = template and with_arguments(template, settings.template_kwargs)
     return {

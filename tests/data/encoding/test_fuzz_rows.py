@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tests.data.reading.test_data_file import MAKERS
 from tests.support.encoding import TOOL_TEMPLATE
-from workflow.lib.data.encoding.keys_read import KeyAccount
+from workflow.lib.data.encoding.keys_read import KeyAudit
 from workflow.lib.data.encoding.preference_rows import begin_judged, to_judged
 from workflow.lib.data.encoding.row_columns import FORMATS
 from workflow.lib.data.encoding.row_formats import to_sample
@@ -94,7 +94,7 @@ def encode(row, encoder):
             if rated is None:
                 encoder.encode(to_sample(row.value, **given))
             else:
-                judged = to_judged(row.value, **given, keys=KeyAccount(), rated=rated)
+                judged = to_judged(row.value, **given, keys=KeyAudit(), rated=rated)
                 begin_judged(encoder, judged)()
         except RowError as error:
             reason = str(error)

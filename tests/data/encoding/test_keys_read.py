@@ -7,7 +7,7 @@ import pytest
 
 from workflow.lib.data.encoding.chat_messages import Conversation
 from workflow.lib.data.encoding.chat_template import keys_in_template
-from workflow.lib.data.encoding.keys_read import MAX_NAMES, OTHERS, KeyAccount
+from workflow.lib.data.encoding.keys_read import MAX_NAMES, OTHERS, KeyAudit
 from workflow.lib.data.encoding.row_formats import to_sample
 from workflow.lib.data.encoding.row_values import RowError, UnwantedRowError
 from workflow.lib.settings.data import DataColumns
@@ -28,7 +28,7 @@ def read(value, keys=None, format="messages"):
 
 
 def not_read(*rows, format="messages", **options):
-    keys = KeyAccount(**options)
+    keys = KeyAudit(**options)
     for value in rows:
         read(value, keys, format)
     return keys.report()[1]
@@ -65,8 +65,8 @@ def test_flags_of_turns_are_refused_where_every_token_is_trained(flag):
     with pytest.raises(
         RowError, match=r"message 2 has .* but data.loss_on = all .*set it to.*leave_out"
     ):
-        read(talk, KeyAccount(all_trained=True))
-    read(row(QUESTION, {**ANSWER, "train": True}), KeyAccount(all_trained=True))
+        read(talk, KeyAudit(all_trained=True))
+    read(row(QUESTION, {**ANSWER, "train": True}), KeyAudit(all_trained=True))
 
 
 def test_key_of_a_message_that_the_template_reads_is_read():
@@ -77,7 +77,7 @@ def test_key_of_a_message_that_the_template_reads_is_read():
 
 
 def test_columns_that_were_read_are_listed():
-    keys = KeyAccount()
+    keys = KeyAudit()
     read(row(system="s", lang="de"), keys)
     assert keys.report()[0] == ["messages", "system"]
 
@@ -102,7 +102,7 @@ def test_names_without_end_are_counted_together():
 def test_media_are_refused_unless_the_user_omits_them(value):
     with pytest.raises(RowError, match=r"^not text: .* set data\.media: omit$"):
         read(value)
-    keys = KeyAccount(omit_media=True)
+    keys = KeyAudit(omit_media=True)
     conversation = read(value, keys)
     assert conversation.messages == [QUESTION, ANSWER]
     assert list(keys.report()[1].values()) == [1]
@@ -115,7 +115,7 @@ def test_columns_without_media_are_no_media(value):
 
 def test_key_to_be_left_out_is_not_read_wherever_it_stands():
     value = row(QUESTION, {**ANSWER, "weight": 0.5}, system="s", mask="User")
-    keys = KeyAccount(leave_out=["weight", "system", "mask"])
+    keys = KeyAudit(leave_out=["weight", "system", "mask"])
     conversation = read(value, keys)
     assert conversation == Conversation([QUESTION, ANSWER], [False, True])
     assert keys.report()[1] == {"system": 1, "mask": 1, "weight (message)": 1}

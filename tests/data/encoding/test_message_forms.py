@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.support.rows import EXCHANGE, messages_of
-from workflow.lib.data.encoding.keys_read import KeyAccount
+from workflow.lib.data.encoding.keys_read import KeyAudit
 from workflow.lib.data.encoding.preference_rows import to_judged
 from workflow.lib.data.encoding.row_formats import to_sample
 from workflow.lib.data.encoding.row_values import RowError
@@ -23,7 +23,7 @@ def spoken(content, **more):
 
 
 def messages(*talk, **options):
-    keys = KeyAccount(**options)
+    keys = KeyAudit(**options)
     value = {"messages": [ASK, *talk]}
     made: Any = to_sample(value, format="messages", columns=DataColumns(), keys=keys)
     return made.messages[1:]
@@ -84,7 +84,7 @@ def test_keys_that_the_template_reads_stay():
     for key in ("reasoning", "thinking"):
         (turn,) = messages({**ANSWER, **THOUGHT}, template_keys=[key])
         assert turn == {**ANSWER, key: "hm"}
-        value, keys = {"messages": EXCHANGE, "reasoning": "hm"}, KeyAccount(template_keys=[key])
+        value, keys = {"messages": EXCHANGE, "reasoning": "hm"}, KeyAudit(template_keys=[key])
         row: Any = to_sample(value, format="messages", columns=DataColumns(), keys=keys)
         assert row.messages[1] == turn
 
@@ -164,7 +164,7 @@ def test_prompt_that_ends_with_the_assistant_s_beginning_is_one_turn_with_the_co
     pair = {"prompt": value["prompt"], "chosen": "an oak.", "rejected": [spoken("a stone.")]}
     for rated in (False, True):
         judged = to_judged(
-            pair, format="pairs", columns=DataColumns(), keys=KeyAccount(), rated=rated
+            pair, format="pairs", columns=DataColumns(), keys=KeyAudit(), rated=rated
         )
         assert [answer.prefills for answer in judged.answers] == [{1: "Sure, "}] * 2
         assert [answer.trained for answer in judged.answers] == [[False, True]] * 2

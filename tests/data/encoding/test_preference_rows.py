@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.encoding import PLAIN_TEMPLATE
 from tests.support.rows import TOOL
-from workflow.lib.data.encoding.keys_read import KeyAccount
+from workflow.lib.data.encoding.keys_read import KeyAudit
 from workflow.lib.data.encoding.preference_rows import begin_judged, prompt_of, to_judged
 from workflow.lib.data.encoding.row_columns import choose_format
 from workflow.lib.data.encoding.row_values import RowError
@@ -36,7 +36,7 @@ def judged(value, *, rated=False, keys=None, **columns):
         setting="data.train",
         examples=examples,
     )
-    return to_judged(value, format=format, columns=names, keys=keys or KeyAccount(), rated=rated)
+    return to_judged(value, format=format, columns=names, keys=keys or KeyAudit(), rated=rated)
 
 
 def shown(value, **options):
@@ -131,7 +131,7 @@ def test_system_text_history_and_tools_are_part_of_both_conversations():
 
 def test_tools_beside_the_messages_of_a_prompt_are_on_offer():
     prompt = {"messages": [USER], "tools": [TOOL], "parallel_tool_calls": True}
-    keys = KeyAccount()
+    keys = KeyAudit()
     value = {"input": prompt, "preferred_output": [GOOD], "non_preferred_output": [BAD]}
     chosen, _ = judged(value, keys=keys).answers
     assert chosen.tools == [TOOL]
@@ -144,7 +144,7 @@ def test_columns_of_pairs_can_be_named():
 
 
 def test_keys_of_ranked_answers_that_are_not_read_are_counted():
-    keys = KeyAccount()
+    keys = KeyAudit()
     answers = [{"text": str(n), "score": n, "overall_score": -n, "model": "m"} for n in range(3)]
     assert shown({"prompt": "q", "answers": answers}, keys=keys)[1:] == (
         [("2", True)],

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.rows import EXCHANGE, ROWS, TOOL, messages_of, sample, turn
 from workflow.lib.data.encoding.chat_messages import Conversation
-from workflow.lib.data.encoding.keys_read import KeyAccount
+from workflow.lib.data.encoding.keys_read import KeyAudit
 from workflow.lib.data.encoding.row_formats import to_sample
 from workflow.lib.data.encoding.row_values import RowError
 from workflow.lib.settings.data import DataColumns
@@ -276,7 +276,7 @@ def test_system_text_of_a_pair_stands_before_it_once():
         (("", "s", "t"), [*EXCHANGE, system[0], *EXCHANGE, system[1], *EXCHANGE]),
     ]:
         assert messages_of({"messages": talk(*systems)}, "messages") == messages
-    keys = KeyAccount(leave_out=["system"])
+    keys = KeyAudit(leave_out=["system"])
     value = {"messages": talk("s")}
     left = to_sample(value, format="messages", columns=DataColumns(), keys=keys)
     assert isinstance(left, Conversation)

@@ -4,7 +4,7 @@ from functools import partial
 
 import numpy as np
 
-from workflow.lib.data.encoding.keys_read import KeyAccount
+from workflow.lib.data.encoding.keys_read import KeyAudit
 from workflow.lib.data.encoding.sample_encoder import Encoded
 from workflow.lib.data.reading.chunks import Row
 from workflow.lib.data.tokens.corpus import Corpus
@@ -33,7 +33,7 @@ def split_of(folder):
         encode_rows(
             rows,
             begin=lambda row: Begun(partial(encode, row)),
-            keys=KeyAccount(),
+            keys=KeyAudit(),
             seq_len=SEQ_LEN,
             overlong="drop",
             stem=stem,

@@ -107,9 +107,9 @@ class Beginnings:
             self._compared.add(kind)
         return is_new or self._turns.bit_count() == 1
 
-    def _window(self, stop: int, more: list[Message], *, is_prompt: bool) -> tuple[str, Spans]:
+    def _window(self, stop: int, extra: list[Message], *, is_prompt: bool) -> tuple[str, Spans]:
         head = self._messages[: min(self._head, stop)]
-        messages = [*head, *self._messages[self._start : stop], *more]
+        messages = [*head, *self._messages[self._start : stop], *extra]
         try:
             return self._render(messages, is_prompt)
         except RowError:
@@ -117,19 +117,19 @@ class Beginnings:
                 raise WindowError from None
             raise
 
-    def _beginning(self, stop: int, more: list[Message], *, is_prompt: bool) -> _Text:
-        """Return the text of `stop` messages and `more`."""
-        window, blocks = self._window(stop, more, is_prompt=is_prompt)
+    def _beginning(self, stop: int, extra: list[Message], *, is_prompt: bool) -> _Text:
+        """Return the text of `stop` messages and `extra`."""
+        window, blocks = self._window(stop, extra, is_prompt=is_prompt)
         while self._is_windowed:
-            same = shared_length(self._base.window, window)
-            if same >= self._edge:
-                kept = len(self._base.text) - len(self._base.window) + same
-                text = self._base.text[:kept] + window[same:]
+            shared = shared_length(self._base.window, window)
+            if shared >= self._edge:
+                base_length = len(self._base.text) - len(self._base.window) + shared
+                text = self._base.text[:base_length] + window[shared:]
                 shift = len(text) - len(window)
                 behind = [(a + shift, b + shift) for a, b in blocks if a >= self._edge]
                 return _Text(text, window, behind)
             self._move(2 * (self._stop - self._start))
-            window, blocks = self._window(stop, more, is_prompt=is_prompt)
+            window, blocks = self._window(stop, extra, is_prompt=is_prompt)
         return _Text(window, window, blocks)
 
     def _move(self, length: int) -> None:

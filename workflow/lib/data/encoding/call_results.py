@@ -39,9 +39,9 @@ def with_ordered_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]
     return ordered
 
 
-def _begins_without_call(before: list[dict[str, Any]], results: list[dict[str, Any]]) -> bool:
+def _begins_without_call(earlier: list[dict[str, Any]], results: list[dict[str, Any]]) -> bool:
     """Tell whether results follow no turn whose text may be a call, or name calls by ids."""
-    is_answer = bool(before) and before[-1]["role"] == "assistant"
+    is_answer = bool(earlier) and earlier[-1]["role"] == "assistant"
     return not is_answer or any(message.get(RESULT_ID) is not None for message in results)
 
 

@@ -17,8 +17,8 @@ from workflow.lib.data.encoding.keys_read import (
     MESSAGE_ALIASES,
     REASONING,
     REASONING_KEYS,
-    KeyAccount,
-    Place,
+    KeyAudit,
+    KeySchema,
     check_not_trained_by_role,
     flag_value,
     flags_of,
@@ -53,7 +53,7 @@ CALL_ROLES = {"function_call", "tool_call"}  # of messages whose content is a ca
 BEGIN_OF_REASONING, END_OF_REASONING = "<think>", "</think>"
 # Flags of a turn's beginning, which the next message continues; under the first one if read.
 PREFIX_KEYS = ("prefix", "partial", "prefill")
-MESSAGE = Place(
+MESSAGE = KeySchema(
     "message",
     frozenset({*ROLE_KEYS, *CONTENT_KEYS, *PREFIX_KEYS, RESULT_ID}),
     passed=True,
@@ -62,10 +62,10 @@ MESSAGE = Place(
     aliases=MESSAGE_ALIASES,
 )
 TEXT_PARTS = ("text", "input_text", "output_text")
-PART = Place("part", frozenset({"type", "text"}))
+PART = KeySchema("part", frozenset({"type", "text"}))
 # The text of a part of a reasoning, and the kinds of such parts.
 THOUGHT_KEYS = ("text", "thinking", "summary")
-THOUGHT = Place("part of a reasoning", frozenset({"type", "thought", *THOUGHT_KEYS}))
+THOUGHT = KeySchema("part of a reasoning", frozenset({"type", "thought", *THOUGHT_KEYS}))
 THOUGHTS = {
     *TEXT_PARTS,
     *("thinking", "reasoning", "reasoning_text", "summary_text"),
@@ -87,7 +87,7 @@ class Conversation:
     prefills: Mapping[int, str] = field(default_factory=dict)
 
 
-def read_messages(raw: Any, keys: KeyAccount, *, what: str) -> tuple[list[Message], list[float]]:
+def read_messages(raw: Any, keys: KeyAudit, *, what: str) -> tuple[list[Message], list[float]]:
     """Return the messages of a list, or of its JSON text, and each one's weight in the loss: 0, but
     for the assistant's 1 unless one of its flags says otherwise."""
     if is_transcript(raw):
@@ -140,7 +140,7 @@ def _check_not_reasoning_alone(messages: list[Message]) -> None:
         )
 
 
-def _message(raw: Any, where: str, keys: KeyAccount) -> tuple[Message, float]:
+def _message(raw: Any, where: str, keys: KeyAudit) -> tuple[Message, float]:
     if not isinstance(raw, dict):
         raise RowError(f"not a message: {where} is {kind(raw)}")
     spelled = role_of(raw)
@@ -150,27 +150,27 @@ def _message(raw: Any, where: str, keys: KeyAccount) -> tuple[Message, float]:
     if role is None:
         value = next((raw[key] for key in ROLE_KEYS if raw.get(key) is not None), None)
         raise RowError(f"unknown role: {where} has {value!r}, known are {', '.join(ROLES)}")
-    item, shape = keys.take(MESSAGE, raw, where)
-    more = {k: item[k] for k in shape.passed if item[k] is not None and k not in MEDIA}
-    if more:
-        more = {key: without_nulls(value) for key, value in more.items()}
-        check_unicode(more, where)
+    item, usage = keys.check(MESSAGE, raw, where)
+    extras = {k: item[k] for k in usage.passed if item[k] is not None and k not in MEDIA}
+    if extras:
+        extras = {key: without_nulls(value) for key, value in extras.items()}
+        check_unicode(extras, where)
     if role == "tool" and item.get(RESULT_ID) is not None:
-        more[RESULT_ID] = item[RESULT_ID]
+        extras[RESULT_ID] = item[RESULT_ID]
     content = _one_of(item, CONTENT_KEYS, where)
-    aliased = shape.aliased
+    aliased = usage.aliased
     raw_calls = _one_of(item, aliased[CALLS], where) if CALLS in aliased else None
     if spelled in CALL_ROLES:
         raw_calls, content = content, ""
     calls = [] if raw_calls is None else read_calls(raw_calls, where, keys)
     if calls:
-        more["tool_calls"] = calls
+        extras["tool_calls"] = calls
     if REASONING in aliased:
-        more |= _reasonings(item, aliased[REASONING], where, keys)
-    flags = flags_of(item, shape.flags, shape.passed) if shape.flags or shape.passed else []
+        extras |= _reasonings(item, aliased[REASONING], where, keys)
+    flags = flags_of(item, usage.flags, usage.passed) if usage.flags or usage.passed else []
     if role != "assistant":
         check_not_trained_by_role(flags, where)
-        if calls or _filled(more):
+        if calls or _filled(extras):
             names = [key for keys in aliased.values() for key in keys if item[key] not in EMPTY]
             raise RowError(
                 f"not an assistant's: {where} has {' and '.join(names)}, and only assistant turns "
@@ -179,13 +179,13 @@ def _message(raw: Any, where: str, keys: KeyAccount) -> tuple[Message, float]:
         weight = 0.0
     else:
         weight = weight_of(flags, where, all_trained=keys.all_trained)
-        if shape.has_optional and _is_prefix(item, where):
-            more[PREFIX_KEYS[0]] = True
-    may_be_empty = role in ("system", "tool") or bool(calls or (more and _filled(more)))
+        if usage.has_optional and _is_prefix(item, where):
+            extras[PREFIX_KEYS[0]] = True
+    may_be_empty = role in ("system", "tool") or bool(calls or (extras and _filled(extras)))
     text = read_content(content, role, f"content of {where}", keys, may_be_empty=may_be_empty)
     if role == "assistant" and text.lstrip().startswith(BEGIN_OF_REASONING):
-        _check_one_whole_reasoning(text, more, where, is_trained=weight > 0)
-    return {"role": role, "content": text, **more}, weight
+        _check_one_whole_reasoning(text, extras, where, is_trained=weight > 0)
+    return {"role": role, "content": text, **extras}, weight
 
 
 def as_prefix(prompt: list[Message], answer: list[Message]) -> list[Message]:
@@ -248,7 +248,7 @@ def _is_prefix(item: Values, where: str) -> bool:
 
 
 def _check_one_whole_reasoning(
-    content: str, more: Message, where: str, *, is_trained: bool
+    content: str, extras: Message, where: str, *, is_trained: bool
 ) -> None:
     """Leave one reasoning to a turn whose text begins with one; raise `RowError` if they differ, or
     it has no end."""
@@ -258,13 +258,13 @@ def _check_one_whole_reasoning(
             f"unfinished reasoning: content of {where} begins with {BEGIN_OF_REASONING} and has no "
             f"{END_OF_REASONING}; a model would learn to stop within its reasoning"
         )
-    for key in [key for key in REASONING_KEYS if key in more]:
-        if more[key].strip() not in begin:
+    for key in [key for key in REASONING_KEYS if key in extras]:
+        if extras[key].strip() not in begin:
             raise RowError(
                 f"two reasonings: {where} has {key}, and its content begins with another; leave "
                 f"one out (data.leave_out: [{key}])"
             )
-        del more[key]
+        del extras[key]
 
 
 def without_tags(reasoning: str) -> str:
@@ -273,9 +273,7 @@ def without_tags(reasoning: str) -> str:
     return reasoning if inner == reasoning.strip() else inner.strip()
 
 
-def _reasonings(
-    item: Values, names: tuple[str, ...], where: str, keys: KeyAccount
-) -> dict[str, str]:
+def _reasonings(item: Values, names: tuple[str, ...], where: str, keys: KeyAudit) -> dict[str, str]:
     """Return the reasoning of a message by the key that the template reads."""
     texts: dict[str, str] = {}
     for key in names:
@@ -294,7 +292,7 @@ def _reasonings(
     return texts
 
 
-def _reasoning(value: Any, key: str, where: str, keys: KeyAccount) -> str:
+def _reasoning(value: Any, key: str, where: str, keys: KeyAudit) -> str:
     """Return the text of a reasoning, which may be a list of parts; true and false hold none."""
     if isinstance(value, bool):
         keys.count(MESSAGE, key)
@@ -312,30 +310,28 @@ def _reasoning(value: Any, key: str, where: str, keys: KeyAccount) -> str:
     return without_tags(value)
 
 
-def _thought(part: Any, what: str, keys: KeyAccount) -> str | None:
+def _thought(part: Any, what: str, keys: KeyAudit) -> str | None:
     """Return the text of a part of a reasoning; None if it is not known as one."""
     if not isinstance(part, dict) or str(part.get("type") or "text") not in THOUGHTS:
         return None
-    part, _ = keys.take(THOUGHT, part, what)
+    part, _ = keys.check(THOUGHT, part, what)
     return text_of(_one_of(part, THOUGHT_KEYS, what), what, may_be_blank=True)
 
 
 def _one_of(item: Values, names: tuple[str, ...], where: str) -> Any:
     """Take the value under any of its names; a table may have all, null for the others."""
-    found = None
+    agreed = None
     for name in names:
         value = item.get(name)
         if value is None:
             continue
-        if found is not None and found != value:
+        if agreed is not None and agreed != value:
             raise RowError(f"two values: {where} has unlike {' and '.join(names)}")
-        found = value
-    return found
+        agreed = value
+    return agreed
 
 
-def read_content(
-    content: Any, role: str, what: str, keys: KeyAccount, *, may_be_empty: bool
-) -> str:
+def read_content(content: Any, role: str, what: str, keys: KeyAudit, *, may_be_empty: bool) -> str:
     """Return a message's text; a list of parts is joined, a tool's result may be any JSON."""
     if isinstance(content, list) and (role != "tool" or _are_parts(content)):
         content = "".join(_part(part, what, keys) for part in content)
@@ -355,15 +351,15 @@ def _are_parts(content: list[Any]) -> bool:
     )
 
 
-def _part(part: Any, what: str, keys: KeyAccount) -> str:
+def _part(part: Any, what: str, keys: KeyAudit) -> str:
     """Return the text of a part of a content list; pictures and sounds have none."""
-    given = str(part.get("type") or "text") if isinstance(part, dict) else kind(part)
-    if given in MEDIA:
+    part_type = str(part.get("type") or "text") if isinstance(part, dict) else kind(part)
+    if part_type in MEDIA:
         if not keys.omit_media:
-            raise media_error(f"{what} has a part of type {given!r}")
-        keys.count(PART, given)
+            raise media_error(f"{what} has a part of type {part_type!r}")
+        keys.count(PART, part_type)
         return ""
-    if given not in TEXT_PARTS:
-        raise RowError(f"not text: {what} has a part of type {given!r}")
-    part, _ = keys.take(PART, part, what)
+    if part_type not in TEXT_PARTS:
+        raise RowError(f"not text: {what} has a part of type {part_type!r}")
+    part, _ = keys.check(PART, part, what)
     return text_of(part.get("text"), what, may_be_blank=True)

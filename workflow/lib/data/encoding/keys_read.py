@@ -1,8 +1,8 @@
 """Every key of a row, and inside of it, is read, refused, or counted as not read.
 
-Readers declare their keys of a place: the columns of a row, the keys of a message, of a part of its
-content, of a call, of a tool. The other keys are judged once for each set of keys that occurs:
-nearly all rows of a source have one of few.
+Readers declare a `KeySchema`: of a row's columns, of a message, of a part of its content, of a
+call, of a tool. The other keys are judged once for each set of keys that occurs: nearly all rows of
+a source have one of few.
 
 Some keys are flags: they say whether, and with which weight, a turn or a row is trained. All flags
 of a turn must say yes, and its weights are multiplied. Ambiguous flags are refused: weights inside
@@ -56,10 +56,10 @@ class Flag(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def is_like_flag(key: str, *, of_row: bool) -> bool:
+def is_like_flag(key: str, *, is_column: bool) -> bool:
     """Tell whether a column, or a key of a message, has the name of a flag."""
     words = {word.lower() for word in WORD.findall(key)}
-    if not of_row:
+    if not is_column:
         return not WORDS.isdisjoint(words)
     scaled = words - SCALES
     is_scale = scaled != words and (not scaled or not SCALED.isdisjoint(scaled))
@@ -89,12 +89,12 @@ def flag_value(value: Any) -> Any:
         return value
 
 
-def flags_of(item: Values, flags: Iterable[str], others: Iterable[str]) -> list[Flag]:
-    """Return the flags of an item and their values, including flags inside of objects. flags,
-    others: its keys that are flags, and keys whose objects may hold some."""
-    own = [flag for key in flags for flag in _values(key, item[key])]
-    objects = [value for key in others if isinstance(value := item.get(key), dict | list)]
-    return own + [flag._replace(inside=True) for value in objects for flag in _inside(value)]
+def flags_of(item: Values, flags: Iterable[str], object_keys: Iterable[str]) -> list[Flag]:
+    """Return the flags of an item and their values, including flags inside of objects. flags: keys
+    that are flags. object_keys: keys whose objects may hold some."""
+    item_flags = [flag for key in flags for flag in _values(key, item[key])]
+    objects = [value for key in object_keys if isinstance(value := item.get(key), dict | list)]
+    return item_flags + [flag._replace(inside=True) for value in objects for flag in _inside(value)]
 
 
 def _values(key: str, value: Any) -> Iterator[Flag]:
@@ -145,8 +145,8 @@ def flag_weight(flag: Flag, where: str, *, weights: Collection[str] = WEIGHTS) -
     if key in weights and not inside:
         is_number = isinstance(value, bool | int | float)
         if not is_number or not (value == 0 or SMALLEST <= value <= LARGEST):
-            known = f"0 and numbers from {SMALLEST:g} to {LARGEST:g}"
-            raise _error(f"unknown weight: {has}, known are {known}", key)
+            allowed = f"0 and numbers from {SMALLEST:g} to {LARGEST:g}"
+            raise _error(f"unknown weight: {has}, known are {allowed}", key)
         return float(value)
     if not isinstance(value, bool | int | float):
         raise _error(f"unknown mask: {has}, known are true and false", key)
@@ -177,11 +177,11 @@ NAMES = ("id", "name")  # of a message or its speaker; whatever their text, they
 # A text that nobody has written: an id, a name, a time, an address.
 LABEL_TEXT = re.compile(r"[\w.:/@+=#%&?~,-]*|[\d\s:.,/+TZ-]*", re.ASCII)
 # Keys of a row that would be lost in a message.
-PLACED_OTHERWISE = {
+COLUMN_ONLY = {
     **dict.fromkeys(("tools", "functions"), "list of tools"),
     **dict.fromkeys(("system", "system_prompt", "system_message"), "system text"),
 }
-MAX_SHAPES = 4096
+MAX_USAGES = 4096
 MAX_NAMES = 100  # of keys that are not read; the others are counted together
 MAX_NAME_CHARS = 64
 OTHERS = ("", "other keys")
@@ -193,9 +193,10 @@ MEDIA = {
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where keys stand, and which are read there. name: in listings, "" for columns; optional: keys
-    of few items; passed: others go to the chat template; flags: those of training."""
+class KeySchema:
+    """The keys that a kind of object may have. name: in listings, "" for a row's columns. read:
+    keys that a reader uses. optional: keys that few objects have. passed: all other keys go to the
+    chat template. flags: keys that decide what is trained. aliases: other names of keys."""
 
     name: str
     read: frozenset[str]
@@ -205,10 +206,9 @@ class Place:
     aliases: Mapping[str, str] = field(default_factory=dict, hash=False)
 
 
-class Shape(NamedTuple):
-    """The use of a set of keys: which are not read, which are flags, which are passed on.
-    has_optional: whether an optional one is among them; aliased: keys by what they are a name
-    of."""
+class KeyUsage(NamedTuple):
+    """What becomes of a set of keys: not read, flags, passed to the template. has_optional: an
+    optional key is among them. aliased: keys by the name that they stand for."""
 
     unread: tuple[str, ...]
     flags: tuple[str, ...]
@@ -218,91 +218,91 @@ class Shape(NamedTuple):
 
 
 @dataclass
-class KeyAccount:
-    """Counts the keys of a source that are not read. template_keys: of a message, read by the
-    template; leave_out: by the user's setting; omit_media: also pictures and sounds; group_by: is
-    read; all_trained: no turn may have a weight."""
+class KeyAudit:
+    """Checks the keys of a source, and counts those that nothing reads. template_keys: keys of
+    messages that the template reads. leave_out: `data.leave_out`. omit_media: leave out pictures
+    and sounds too. group_by: a column that is read. all_trained: no turn may have a weight."""
 
     template_keys: Collection[str] = ()
     leave_out: Collection[str] = ()
     omit_media: bool = False
     group_by: str | None = None
     all_trained: bool = False
-    _shapes: dict[tuple[str, ...], Shape] = field(default_factory=dict)
+    _usages: dict[tuple[str, ...], KeyUsage] = field(default_factory=dict)
     _counts: dict[tuple[str, str], int] = field(default_factory=dict)
     _columns: dict[str, None] = field(default_factory=dict)
 
-    def take(self, place: Place, item: Values, where: str) -> tuple[Values, Shape]:
-        """Account for the keys of an item; return it without keys to be left out, and its shape.
-        Raises `RowError` at a key that is not read but changes what should be trained."""
-        shape = self._shapes.get((place.name, *item)) or self._learn(place, item)
-        for key in shape.unread:
+    def check(self, schema: KeySchema, item: Values, where: str) -> tuple[Values, KeyUsage]:
+        """Return an item without the keys of `leave_out`, and the use of its keys. Raises
+        `RowError` at a key that is not read but changes what should be trained."""
+        usage = self._usages.get((schema.name, *item)) or self._usage(schema, item)
+        for key in usage.unread:
             value = item[key]
             if value not in EMPTY:
-                self._check(place, key, value, where)
-                self.count(place, key)
-        if place.passed and shape.unread:
-            self._check_no_text({key: item[key] for key in shape.unread}, where)
+                self._check_unread(schema, key, value, where)
+                self.count(schema, key)
+        if schema.passed and usage.unread:
+            self._check_no_text({key: item[key] for key in usage.unread}, where)
         if self.leave_out:
             item = {key: value for key, value in item.items() if key not in self.leave_out}
-        return item, shape
+        return item, usage
 
-    def _learn(self, place: Place, item: Values) -> Shape:
-        kept = [key for key in item if key not in self.leave_out]
-        names = {key: self._alias(place, key) for key in kept} if place.aliases else {}
+    def _usage(self, schema: KeySchema, item: Values) -> KeyUsage:
+        used_keys = [key for key in item if key not in self.leave_out]
+        names = {key: self._alias(schema, key) for key in used_keys} if schema.aliases else {}
         aliased: dict[str, tuple[str, ...]] = {}
         for key, name in names.items():
             if name is not None:
                 aliased[name] = (*aliased.get(name, ()), key)
-        flags = [key for key in kept if key in place.flags and key not in place.read]
-        others = [key for key in kept if key not in place.read and key not in flags]
-        others = [key for key in others if names.get(key) is None]
-        template_keys = self.template_keys if place.passed else ()
+        flags = [key for key in used_keys if key in schema.flags and key not in schema.read]
+        passed = [key for key in used_keys if key not in schema.read and key not in flags]
+        passed = [key for key in passed if names.get(key) is None]
+        template_keys = self.template_keys if schema.passed else ()
         unread = [key for key in item if key in self.leave_out]
-        unread += [key for key in others if key not in template_keys]
-        if not place.name:
+        unread += [key for key in passed if key not in template_keys]
+        if not schema.name:
             unread = [key for key in unread if key != self.group_by]
-        has_optional = not place.optional.isdisjoint(kept)
-        shape = Shape(tuple(unread), tuple(flags), tuple(others), has_optional, aliased)
-        if not place.name:
-            self._columns |= dict.fromkeys(key for key in kept if key not in unread)
-        if len(self._shapes) < MAX_SHAPES:
-            self._shapes[place.name, *item] = shape
-        return shape
+        has_optional = not schema.optional.isdisjoint(used_keys)
+        usage = KeyUsage(tuple(unread), tuple(flags), tuple(passed), has_optional, aliased)
+        if not schema.name:
+            self._columns |= dict.fromkeys(key for key in used_keys if key not in unread)
+        if len(self._usages) < MAX_USAGES:
+            self._usages[schema.name, *item] = usage
+        return usage
 
-    def _alias(self, place: Place, key: str) -> str | None:
+    def _alias(self, schema: KeySchema, key: str) -> str | None:
         """Return what a key is a name of, unless the template reads it by this name."""
         if key in self.template_keys and key not in CANONICAL:
             return None
-        return place.aliases.get("_".join(WORD.findall(key)).lower())
+        return schema.aliases.get("_".join(WORD.findall(key)).lower())
 
     def reasoning_key(self, key: str) -> str:
         """Return the key under which the template reads a reasoning that a message has as `key`."""
         if key in self.template_keys:
             return key
-        read = [name for name in REASONING_KEYS if name in self.template_keys]
-        own = key if key in REASONING_KEYS else REASONING_KEYS[0]
-        return read[0] if read else own
+        read_names = [name for name in REASONING_KEYS if name in self.template_keys]
+        fallback = key if key in REASONING_KEYS else REASONING_KEYS[0]
+        return read_names[0] if read_names else fallback
 
-    def _check(self, place: Place, key: str, value: Any, where: str) -> None:
+    def _check_unread(self, schema: KeySchema, key: str, value: Any, where: str) -> None:
         if key in self.leave_out:
             return
         if (key in MEDIA and isinstance(value, str | bytes | list | dict)) or _holds_media(value):
             if self.omit_media:
                 return
             raise media_error(f"{where} has {key}")
-        if is_like_flag(key, of_row=not place.name):
+        if is_like_flag(key, is_column=not schema.name):
             check_unknown_flag(key, value, where)
-        elif place.passed and (what := PLACED_OTHERWISE.get(key)):
+        elif schema.passed and (content := COLUMN_ONLY.get(key)):
             raise RowError(
-                f"{what} in a message: {where} has {key}; give the row a column of it, or leave it "
-                f"out (data.leave_out: [{key}])"
+                f"{content} in a message: {where} has {key}; give the row a column of it, or leave "
+                f"it out (data.leave_out: [{key}])"
             )
 
     def _check_no_text(self, unread: Values, where: str) -> None:
         """Raise `RowError` at texts of a message that nothing reads, with all of their keys."""
-        apart = {*self.leave_out, *NAMES, *MEDIA}
-        texts = {k: v for k, v in unread.items() if k not in apart and holds_text(v)}
+        exempt = {*self.leave_out, *NAMES, *MEDIA}
+        texts = {k: v for k, v in unread.items() if k not in exempt and holds_text(v)}
         for key, value in texts.items():
             if not _holds_media(value):
                 raise _error(
@@ -312,8 +312,8 @@ class KeyAccount:
                     ", ".join(texts),
                 )
 
-    def count(self, place: Place, key: str) -> None:
-        counted = place.name, key
+    def count(self, schema: KeySchema, key: str) -> None:
+        counted = schema.name, key
         if counted not in self._counts and len(self._counts) >= MAX_NAMES:
             counted = OTHERS
         self._counts[counted] = self._counts.get(counted, 0) + 1
@@ -321,12 +321,12 @@ class KeyAccount:
     def report(self) -> tuple[list[str], dict[str, int]]:
         """Return the columns that were read, and unread keys with counts, since the last call."""
         counted, self._counts = self._counts, {}
-        counts = {_label(*place_and_key): count for place_and_key, count in counted.items()}
+        counts = {_label(*schema_and_key): count for schema_and_key, count in counted.items()}
         return [c for c in self._columns if ("", c) not in counted], counts
 
 
-def _label(place: str, key: str) -> str:
-    return printable(key[:MAX_NAME_CHARS]) + (f" ({place})" if place else "")
+def _label(schema_name: str, key: str) -> str:
+    return printable(key[:MAX_NAME_CHARS]) + (f" ({schema_name})" if schema_name else "")
 
 
 def holds_text(value: Any) -> bool:
@@ -341,22 +341,22 @@ def holds_text(value: Any) -> bool:
 def judgement(value: Values, name: str) -> bool:
     """Return whether the answer of a row is good, by the column `name`."""
     label = value.get(name)
-    known = TRUE_AND_FALSE.get(str(label).strip().lower()) if name in value else None
-    if known is None:
+    verdict = TRUE_AND_FALSE.get(str(label).strip().lower()) if name in value else None
+    if verdict is None:
         has = f"is {label!r}" if name in value else "is missing"
         raise RowError(f"no judgement: column {name!r} {has}, known are true and false (or 1, 0)")
-    return known
+    return verdict
 
 
-def check_label(shape: Shape, value: Values, *, label: str | None) -> None:
+def check_label(usage: KeyUsage, value: Values, *, label: str | None) -> None:
     """Leave out a row of a bad answer, by the column `label` that the user named. Raises
     `UserError` at a label of false that nobody named: it may be a judgement, or the task's."""
     if label is not None:
         if not judgement(value, label):
             raise UnwantedRowError(f"not trained: column {label!r} says that the answer is bad")
         return
-    for name in LABELS if shape.unread else ():
-        if name in shape.unread and flag_value(value.get(name)) is False:
+    for name in LABELS if usage.unread else ():
+        if name in usage.unread and flag_value(value.get(name)) is False:
             raise setting_error(
                 "data.columns.label",
                 None,
@@ -367,11 +367,12 @@ def check_label(shape: Shape, value: Values, *, label: str | None) -> None:
             )
 
 
-def row_weight(shape: Shape, value: Values, *, column: str) -> float:
-    """Return the weight of a row, not 0; `column`: beside known names. In objects about anything
-    only true and false count. Raises `RowError` if it is not trained, or unreadable."""
-    flags = flags_of(value, shape.flags, ())
-    flags += [f for f in flags_of(value, (), shape.unread) if isinstance(f.value, bool)]
+def row_weight(usage: KeyUsage, value: Values, *, column: str) -> float:
+    """Return the weight of a row in the loss, above 0. column: a column of weights beside those of
+    `WEIGHTS`. In unread objects only true and false are flags. Raises `RowError` for a row that is
+    not trained, and for an unreadable flag."""
+    flags = flags_of(value, usage.flags, ())
+    flags += [f for f in flags_of(value, (), usage.unread) if isinstance(f.value, bool)]
     product = 1.0
     for flag in flags:
         product *= flag_weight(flag, "the row", weights={*WEIGHTS, column})

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from workflow.lib.data.encoding.call_results import NAMESPACE, RESULT_ID
-from workflow.lib.data.encoding.keys_read import KeyAccount
+from workflow.lib.data.encoding.keys_read import KeyAudit
 from workflow.lib.data.encoding.row_values import EMPTY, RowError, kind
 
 # A message for the template: `role`, `content`, perhaps `tool_calls`, and any other keys.
@@ -77,7 +77,9 @@ def read_transcript(text: str, what: str) -> tuple[list[Message], list[float]]:
     for number, (_, turn) in enumerate(pairs, 1):
         if not turn.strip():
             raise RowError(f"empty: turn {number} of the transcript in {what}")
-    messages = [{"role": ROLES[who.lower()], "content": turn.strip()} for who, turn in pairs]
+    messages = [
+        {"role": ROLES[speaker.lower()], "content": turn.strip()} for speaker, turn in pairs
+    ]
     return messages, [float(message["role"] == "assistant") for message in messages]
 
 
@@ -105,7 +107,7 @@ def items_of(value: Any, what: str) -> list[Any]:
     return value
 
 
-def single_messages(items: list[Any], keys: KeyAccount) -> Iterator[Any]:
+def single_messages(items: list[Any], keys: KeyAudit) -> Iterator[Any]:
     """Yield each message, two for a pair of a question and its answer, with its system text before
     them unless the last pair had the same."""
     if items and all(map(_is_role_and_text, items)):
@@ -116,13 +118,15 @@ def single_messages(items: list[Any], keys: KeyAccount) -> Iterator[Any]:
         if isinstance(item, dict) and "role" not in item and "from" not in item:
             pair = next((p for p in PAIRS if all(key in item for key in p)), None)
         if pair is not None:
-            more = {key: value for key, value in item.items() if key not in pair}
-            own = None if "system" in keys.leave_out else more.pop("system", None)  # XTuner's
-            if own not in (*EMPTY, system):
-                yield {"role": "system", "content": own}
-                system = own
+            extras = {key: value for key, value in item.items() if key not in pair}
+            system_text = (
+                None if "system" in keys.leave_out else extras.pop("system", None)
+            )  # XTuner's
+            if system_text not in (*EMPTY, system):
+                yield {"role": "system", "content": system_text}
+                system = system_text
             yield {"role": "user", "content": item[pair[0]]}
-            yield {"role": "assistant", "content": item[pair[1]], **more}
+            yield {"role": "assistant", "content": item[pair[1]], **extras}
         elif isinstance(item, list) and len(item) == 2:
             yield {"role": "user", "content": item[0]}
             yield {"role": "assistant", "content": item[1]}
@@ -151,8 +155,8 @@ def _without_blocks(item: Message) -> list[Message]:
     kinds = [_block_kind(part) if isinstance(part, dict) else "" for part in content]
     if not BLOCKS.keys() & kinds:
         return [item]
-    places = [BLOCKS.get(kind, 0) for kind in kinds]
-    if places != sorted(places):
+    order = [BLOCKS.get(kind, 0) for kind in kinds]
+    if order != sorted(order):
         raise RowError(
             "order of content blocks: results and reasoning come first, then text, then calls, but "
             f"a message has {', '.join(kinds)}"
@@ -167,8 +171,10 @@ def _without_blocks(item: Message) -> list[Message]:
         if item.get(key) is not None:
             raise RowError(f"two values: a message has {key} and content blocks of the same")
     alone = not (others or added)
-    rest = _without(item, ("content", *ROLE_KEYS)) if alone else {}
-    results = [{**rest, "role": "tool", **_without(x, ("type",))} for x in parts["tool_result"]]
+    shared_keys = _without(item, ("content", *ROLE_KEYS)) if alone else {}
+    results = [
+        {**shared_keys, "role": "tool", **_without(x, ("type",))} for x in parts["tool_result"]
+    ]
     return results if alone else [*results, {**item, **added, "content": others}]
 
 
@@ -189,22 +195,22 @@ def _response_item(item: Message) -> Message:
         return _without(item, ("type",))
     if role_of(item) is not None or not isinstance(form, str):
         return item
-    rest = _without(item, ("type", "id"))
+    message = _without(item, ("type", "id"))
     if form == "function_call":
         call = {"id": item.get("call_id"), "name": item.get("name")}
         call["arguments"] = item.get("arguments")
-        rest = _without(rest, ("call_id", "name", "arguments"))
-        return {**rest, "role": "assistant", "function_call": call}
+        message = _without(message, ("call_id", "name", "arguments"))
+        return {**message, "role": "assistant", "function_call": call}
     if form == "function_call_output":
-        return {**rest, "role": "tool"}
+        return {**message, "role": "tool"}
     if form == "reasoning":
         key = "summary" if item.get("content") in EMPTY else "content"
-        rest = _without(rest, (key, "content"))
-        return {**rest, "role": "assistant", "reasoning_content": item.get(key)}
+        message = _without(message, (key, "content"))
+        return {**message, "role": "assistant", "reasoning_content": item.get(key)}
     raise RowError(f"unknown item: a message without a role has the type {form!r}")
 
 
-def _without_channel(item: Message, keys: KeyAccount) -> Message:
+def _without_channel(item: Message, keys: KeyAudit) -> Message:
     """Return a message of Harmony's: `analysis` is a reasoning, a recipient is the function that
     the content calls. A template that reads channels gets them as they are."""
     channel, recipient = (_word(item, key, keys) for key in ("channel", "recipient"))
@@ -212,7 +218,7 @@ def _without_channel(item: Message, keys: KeyAccount) -> Message:
     if not (channel in CHANNELS or calls) or ROLES.get(role_of(item) or "") != "assistant":
         return item
     content = next((item[key] for key in CONTENT_KEYS if item.get(key) is not None), None)
-    rest = _without(item, ("channel", "recipient"))
+    message = _without(item, ("channel", "recipient"))
     if not calls and recipient not in READERS:
         raise RowError(
             f"call of no function: a message of the channel {channel!r} has the recipient "
@@ -221,19 +227,19 @@ def _without_channel(item: Message, keys: KeyAccount) -> Message:
         )
     if calls:
         call = {"name": recipient.removeprefix(NAMESPACE), "arguments": content}
-        return {**_without(rest, CONTENT_KEYS), "function_call": call}
+        return {**_without(message, CONTENT_KEYS), "function_call": call}
     if channel == "analysis":
-        return {**_without(rest, CONTENT_KEYS), "reasoning_content": content}
-    return rest
+        return {**_without(message, CONTENT_KEYS), "reasoning_content": content}
+    return message
 
 
-def _word(item: Message, key: str, keys: KeyAccount) -> str:
+def _word(item: Message, key: str, keys: KeyAudit) -> str:
     value = item.get(key)
     is_read = key not in keys.leave_out and key not in keys.template_keys
     return value.strip() if is_read and isinstance(value, str) else ""
 
 
-def _result(item: Message, keys: KeyAccount) -> Message:
+def _result(item: Message, keys: KeyAudit) -> Message:
     """Return a tool's message with its result under `content`, and its id under `tool_call_id`."""
     if ROLES.get(role_of(item) or "") != "tool":
         return item

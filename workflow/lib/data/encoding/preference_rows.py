@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from workflow.lib.data.encoding.chat_messages import Conversation, as_prefix
-from workflow.lib.data.encoding.keys_read import LABEL, KeyAccount, Place, judgement, row_weight
+from workflow.lib.data.encoding.keys_read import LABEL, KeyAudit, KeySchema, judgement, row_weight
 from workflow.lib.data.encoding.message_forms import Message, is_transcript, read_transcript
 from workflow.lib.data.encoding.row_columns import PAIRS
 from workflow.lib.data.encoding.row_formats import (
@@ -27,7 +27,7 @@ from workflow.lib.data.encoding.row_formats import (
     read_history,
     read_turns,
     row_parts,
-    row_place,
+    row_schema,
     whole_conversation,
 )
 from workflow.lib.data.encoding.row_values import (
@@ -41,8 +41,8 @@ from workflow.lib.data.reading.chunks import Values
 from workflow.lib.settings.data import DataColumns, Format
 
 # A prompt with its tools, as in OpenAI's preference format.
-FURTHER = Place("further answers", frozenset())
-PROMPT = Place("prompt", frozenset({"messages", "tools"}))
+FURTHER = KeySchema("further answers", frozenset())
+PROMPT = KeySchema("prompt", frozenset({"messages", "tools"}))
 ANSWER_KEYS = ("response", "answer", "completion", "text", "content", "messages")
 # Keys of an answer's score, tried in this order; a lower rank is better.
 SCORE_KEYS = ("score", "rating", "fine-grained_score", "overall_score")
@@ -62,22 +62,22 @@ class Judged:
 
 
 @cache
-def judged_place(format: Format, columns: DataColumns) -> Place:
-    place = row_place(format, columns)
-    more = {columns.label or LABEL}
+def judged_schema(format: Format, columns: DataColumns) -> KeySchema:
+    schema = row_schema(format, columns)
+    judging = {columns.label or LABEL}
     if format in PAIRS:
-        more |= {columns.input} if columns.prompt == columns.instruction else set[str]()
-    return replace(place, read=place.read | more)
+        judging |= {columns.input} if columns.prompt == columns.instruction else set[str]()
+    return replace(schema, read=schema.read | judging)
 
 
 def to_judged(
-    value: Values, *, format: Format, columns: DataColumns, keys: KeyAccount, rated: bool
+    value: Values, *, format: Format, columns: DataColumns, keys: KeyAudit, rated: bool
 ) -> Judged:
     """Return a row's pair of answers, or its rated answer; a pair as two if `rated`. Raises
     `RowError` as `to_sample`, and for answers without a preference."""
-    value, shape = keys.take(judged_place(format, columns), value, "the row")
-    weight = row_weight(shape, value, column=columns.weight)
-    row = row_parts(value, shape, format=format, columns=columns, keys=keys)
+    value, usage = keys.check(judged_schema(format, columns), value, "the row")
+    weight = row_weight(usage, value, column=columns.weight)
+    row = row_parts(value, usage, format=format, columns=columns, keys=keys)
     if format in PAIRS:
         answers = _pair(row, *READ_PAIR[format](row))
         judged = Judged(answers, [True, False] if rated else None)
@@ -132,8 +132,8 @@ def _sides(row: RowParts) -> tuple[Turns, Turns]:
 def _ranked(row: RowParts) -> tuple[Turns, Turns]:
     """Return the answers of the best and the worst score, the first of each."""
     what = f"column {row.columns.answers!r}"
-    given = row.value.get(row.columns.answers)
-    items = json_value(given, what) if isinstance(given, str) else given
+    raw = row.value.get(row.columns.answers)
+    items = json_value(raw, what) if isinstance(raw, str) else raw
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
         raise RowError(
             f"not a list of answers: {what} is {kind(items)}, and wanted are objects that hold an "
@@ -142,12 +142,12 @@ def _ranked(row: RowParts) -> tuple[Turns, Turns]:
     if len(items) < 2:
         raise RowError(f"no pair: {what} holds {len(items)} answers, and a pair needs two")
     is_named = row.columns.score != DataColumns().score
-    known = (row.columns.score,) if is_named else (*SCORE_KEYS, RANK)
-    score = _first_key(items[0], known)
+    score_keys = (row.columns.score,) if is_named else (*SCORE_KEYS, RANK)
+    score = _first_key(items[0], score_keys)
     answers, scores = [], []
     for number, item in enumerate(items, 1):
         where, text = f"answer {number} of {what}", _first_key(item, ANSWER_KEYS)
-        item, _ = row.keys.take(_answer_place(text, score), item, where)
+        item, _ = row.keys.check(_answer_schema(text, score), item, where)
         answers.append((item.get(text), where))
         scores.append(_number(item.get(score), f"{score} (data.columns.score) of {where}"))
     _check_no_tie(max(scores), min(scores))
@@ -157,13 +157,13 @@ def _ranked(row: RowParts) -> tuple[Turns, Turns]:
     return _side(row, *answers[best]), _side(row, *answers[worst])
 
 
-def _first_key(item: Values, known: tuple[str, ...]) -> str:
-    return next((key for key in known if item.get(key) is not None), known[0])
+def _first_key(item: Values, candidates: tuple[str, ...]) -> str:
+    return next((key for key in candidates if item.get(key) is not None), candidates[0])
 
 
 @cache
-def _answer_place(text: str, score: str) -> Place:
-    return Place("answer", frozenset({text, score}))
+def _answer_schema(text: str, score: str) -> KeySchema:
+    return KeySchema("answer", frozenset({text, score}))
 
 
 READ_PAIR: dict[Format, Callable[[RowParts], tuple[Turns, Turns]]] = {
@@ -172,13 +172,13 @@ READ_PAIR: dict[Format, Callable[[RowParts], tuple[Turns, Turns]]] = {
 }
 
 
-def _number(given: Any, what: str) -> float:
+def _number(value: Any, what: str) -> float:
     try:
-        number = math.nan if isinstance(given, bool) else float(given)
+        number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
-        raise RowError(f"no number: {what} is {given!r}")
+        raise RowError(f"no number: {what} is {value!r}")
     return number
 
 
@@ -206,29 +206,29 @@ def _prompt(row: RowParts) -> tuple[list[Message], RowParts]:
     if prompt in EMPTY:
         return [], row
     if isinstance(prompt, dict) and "messages" in prompt:
-        prompt, _ = keys.take(PROMPT, prompt, what)
+        prompt, _ = keys.check(PROMPT, prompt, what)
         if prompt.get("tools") not in EMPTY:
             if row.optional.get(columns.tools) not in EMPTY:
                 raise RowError(f"two lists of tools: {what} and column {columns.tools!r}")
             row = row._replace(optional={**row.optional, columns.tools: prompt["tools"]})
         prompt = prompt["messages"]
     if columns.prompt == columns.instruction and isinstance(prompt, str):
-        more = row.value.get(columns.input)
-        prompt = prompt if more in EMPTY else f"{prompt}\n\n{more}"
+        input_text = row.value.get(columns.input)
+        prompt = prompt if input_text in EMPTY else f"{prompt}\n\n{input_text}"
     return read_turns(row, prompt, what, role="user")[0], row
 
 
 def _pair(row: RowParts, chosen: Turns, rejected: Turns) -> list[Conversation]:
     """Return both conversations; the messages after their common prompt are trained."""
-    own, row = _prompt(row)
+    row_prompt, row = _prompt(row)
     history, _ = read_history(row)
-    prompt = [*history, *own]
+    prompt = [*history, *row_prompt]
     if not prompt:
         prompt = _prompt_of_one(chosen, rejected)
     sides = [_with_prompt(prompt, side) for side in (chosen, rejected)]
-    both = [messages for messages, _ in sides]
-    shared = _shared(*both)
-    check_prompt_is_in(both[0][:shared], prompt, row.columns)
+    conversations_read = [messages for messages, _ in sides]
+    shared = _shared(*conversations_read)
+    check_prompt_is_in(conversations_read[0][:shared], prompt, row.columns)
     conversations = []
     for messages, weights in sides:
         weights = [0.0] * shared + weights[shared:]

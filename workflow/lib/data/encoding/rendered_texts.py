@@ -57,35 +57,35 @@ class RenderedTexts:
     def check(self, conversation: Conversation, documents: Sequence[TurnText]) -> set[TextKind]:
         """Return the allowed kinds of text that the template leaves out. documents: the rendered
         conversation. Raises `RowError` with the name of a text that must not be left out."""
-        known = self._lost_in_shape(conversation)
+        lost_in_shape = self._lost_in_shape(conversation)
         missing = _missing(texts_of_conversation(conversation), documents)
-        lost = {text.place.kind for text in missing}
-        if lost <= known and known <= self._allowed:
+        lost = {text.origin.kind for text in missing}
+        if lost <= lost_in_shape and lost_in_shape <= self._allowed:
             return lost
         return self._decide(conversation)
 
     def _lost_in_shape(self, conversation: Conversation) -> frozenset[TextKind]:
         shape = _shape(conversation)
-        known = self._lost_by_shape.get(shape)
-        if known is None:
+        kinds = self._lost_by_shape.get(shape)
+        if kinds is None:
             try:
-                known = frozenset(text.place.kind for text in self._lost(conversation))
+                kinds = frozenset(text.origin.kind for text in self._lost(conversation))
             except RowError:  # a template may refuse marks; then the search alone decides
-                known = frozenset()
+                kinds = frozenset()
             if len(self._lost_by_shape) < MAX_SHAPES:
-                self._lost_by_shape[shape] = known
-        return known
+                self._lost_by_shape[shape] = kinds
+        return kinds
 
     def _decide(self, conversation: Conversation) -> set[TextKind]:
         lost = self._lost(conversation)
         for text in lost:
-            if text.place.kind not in self._allowed:
+            if text.origin.kind not in self._allowed:
                 raise RowError(
                     f"text not rendered: the chat template leaves out {text.name}; give one that "
                     "writes and trains it in data.chat_template, or allow its loss: "
-                    f"data.allow_unrendered: [{text.place.kind}]"
+                    f"data.allow_unrendered: [{text.origin.kind}]"
                 )
-        return {text.place.kind for text in lost}
+        return {text.origin.kind for text in lost}
 
     def _lost(self, conversation: Conversation) -> list[Text]:
         copy, marks = marked(conversation)
@@ -101,18 +101,20 @@ def _missing(
     before = ""
     ends: dict[int, int] = {}  # of texts in the common beginning with the document before
     for document in documents:
-        own = {turn.index: document.text for turn in document.turns}
+        trained_texts = {turn.index: document.text for turn in document.turns}
         if trained_only:
-            own = {turn.index: document.text[turn.start : turn.stop] for turn in document.turns}
+            trained_texts = {
+                turn.index: document.text[turn.start : turn.stop] for turn in document.turns
+            }
         shared = shared_length(before, document.text)
         before, ends = document.text, {n: end for n, end in ends.items() if end <= shared}
         for number, text in enumerate(texts):
-            kind, message, _ = text.place
+            kind, message, _ = text.origin
             if message >= document.messages:
                 continue
-            if message not in own and (message in trained or kind == "reasoning"):
+            if message not in trained_texts and (message in trained or kind == "reasoning"):
                 continue
-            searched = own.get(message, document.text)
+            searched = trained_texts.get(message, document.text)
             if number in ends and searched is document.text:
                 continue
             start = searched.find(text.value)

@@ -132,10 +132,10 @@ def choose_format(
         _check_one_answer(present, other[1], setting)
         return other
     _check_whole_rows(present, columns, setting)
-    wanted = [f"{name} ({_wanted(name, columns, examples)})" for name in candidates]
+    expected = [f"{name} ({_expected_columns(name, columns, examples)})" for name in candidates]
     raise UserError(
         f"data.format = {format!r}: {setting} has the columns {_listed(present)}, but expected are "
-        f"those of {' or '.join(wanted)}. {_misspelt(present, columns)}"
+        f"those of {' or '.join(expected)}. {_misspelt(present, columns)}"
         f"{_advice(present, examples)}Give the names that the file uses under data.columns, or set "
         "data.format."
     )
@@ -146,17 +146,19 @@ def _preference_names(
 ) -> DataColumns:
     groups = PAIR_NAMES if format in PAIRS else LABEL_NAMES if examples == "rated" else {}
     update: dict[str, str] = {}
-    for keys, others in groups.items():
+    for keys, alternatives in groups.items():
         names = [getattr(columns, key) for key in keys]
         is_free = not any(_is_named(key, columns) for key in keys)
         if is_free and not any(name in present for name in names):
             free = set(present) - set(update.values())
-            whole = next((some for some in others if free.issuperset(some)), ())
-            update |= dict(zip(keys, whole, strict=False))
+            match = next(
+                (alternative for alternative in alternatives if free.issuperset(alternative)), ()
+            )
+            update |= dict(zip(keys, match, strict=False))
     return columns.model_copy(update=update)
 
 
-def _needed(format: Format, examples: Examples) -> tuple[str, ...]:
+def _required_columns(format: Format, examples: Examples) -> tuple[str, ...]:
     labelled = examples == "rated" and format not in PAIRS
     return (*REQUIRED[format], "label") if labelled else REQUIRED[format]
 
@@ -179,9 +181,11 @@ def _named_otherwise(
 ) -> tuple[Format, DataColumns] | None:
     """Return the first format that fits by names of public datasets, not the user's."""
     for format, names in OTHER_NAMES:
-        needed = [names.get(key, getattr(columns, key)) for key in _needed(format, examples)]
+        required = [
+            names.get(key, getattr(columns, key)) for key in _required_columns(format, examples)
+        ]
         is_free = not any(_is_named(key, columns) for key in names)
-        if format in candidates and is_free and all(name in present for name in needed):
+        if format in candidates and is_free and all(name in present for name in required):
             return format, columns.model_copy(update=dict(names))
     return None
 
@@ -251,11 +255,15 @@ def _fits(
     is_set: bool,
 ) -> bool:
     has_targets = any(getattr(columns, key) in present for key in TARGETS)
-    needed = all(getattr(columns, key) in present for key in _needed(name, examples))
-    return needed and (name != "tokens" or has_targets or is_set)
+    has_required = all(
+        getattr(columns, key) in present for key in _required_columns(name, examples)
+    )
+    return has_required and (name != "tokens" or has_targets or is_set)
 
 
-def _wanted(name: Format, columns: DataColumns, examples: Examples) -> str:
-    wanted = ", ".join(getattr(columns, key) or key for key in _needed(name, examples))
+def _expected_columns(name: Format, columns: DataColumns, examples: Examples) -> str:
+    columns_text = ", ".join(
+        getattr(columns, key) or key for key in _required_columns(name, examples)
+    )
     targets = " or ".join(getattr(columns, key) for key in TARGETS)
-    return f"{wanted} with {targets}" if name == "tokens" else wanted
+    return f"{columns_text} with {targets}" if name == "tokens" else columns_text

@@ -24,9 +24,9 @@ from workflow.lib.data.encoding.keys_read import (
     FLAGS,
     REASONING_COLUMNS,
     REASONING_KEYS,
-    KeyAccount,
-    Place,
-    Shape,
+    KeyAudit,
+    KeySchema,
+    KeyUsage,
     check_label,
     row_weight,
 )
@@ -100,11 +100,11 @@ class RowParts(NamedTuple):
     value: Values
     optional: Values
     columns: DataColumns
-    keys: KeyAccount
+    keys: KeyAudit
 
 
 @cache
-def row_place(format: Format, columns: DataColumns) -> Place:
+def row_schema(format: Format, columns: DataColumns) -> KeySchema:
     names = {getattr(columns, key) for key in (*REQUIRED[format], *ALSO_READ.get(format, ()))}
     optional: set[str] = set()
     if format == "tokens":
@@ -115,32 +115,32 @@ def row_place(format: Format, columns: DataColumns) -> Place:
         optional |= set() if format in WITHOUT_REASONING else {*REASONING_COLUMNS}
     names |= set() if columns.label is None else {columns.label}
     flags = frozenset({*FLAGS, columns.weight})
-    return Place("", frozenset(names | optional), frozenset(optional), flags=flags)
+    return KeySchema("", frozenset(names | optional), frozenset(optional), flags=flags)
 
 
 def to_sample(
-    value: Values, *, format: Format, columns: DataColumns, keys: KeyAccount | None = None
+    value: Values, *, format: Format, columns: DataColumns, keys: KeyAudit | None = None
 ) -> Sample:
     """Return a row's conversation, token ids, or text, with its weight if that is not 1. keys: the
     account of keys. Raises `RowError` if a column is missing, empty, or of the wrong type, or a key
     that is not read changes what should be trained."""
-    keys = keys or KeyAccount()
-    value, shape = keys.take(row_place(format, columns), value, "the row")
-    check_label(shape, value, label=columns.label)
-    weight = row_weight(shape, value, column=columns.weight)
-    sample = READ[format](row_parts(value, shape, format=format, columns=columns, keys=keys))
+    keys = keys or KeyAudit()
+    value, usage = keys.check(row_schema(format, columns), value, "the row")
+    check_label(usage, value, label=columns.label)
+    weight = row_weight(usage, value, column=columns.weight)
+    sample = READ[format](row_parts(value, usage, format=format, columns=columns, keys=keys))
     return sample if weight == 1 else Weighted(sample, weight)
 
 
 def row_parts(
-    value: Values, shape: Shape, *, format: Format, columns: DataColumns, keys: KeyAccount
+    value: Values, usage: KeyUsage, *, format: Format, columns: DataColumns, keys: KeyAudit
 ) -> RowParts:
     """Return the parts of a row; its tools may stand inside of another column."""
-    optional = value if shape.has_optional else NOTHING
+    optional = value if usage.has_optional else NOTHING
     names = tools_columns(columns)
-    is_chat = shape.unread and format not in WITHOUT_TEMPLATE
+    is_chat = usage.unread and format not in WITHOUT_TEMPLATE
     if is_chat and all(value.get(name) in EMPTY for name in names):
-        nested = list(_nested({name: value.get(name) for name in shape.unread}, names))
+        nested = list(_nested({name: value.get(name) for name in usage.unread}, names))
         if any(tools != nested[0] for tools in nested):
             raise RowError(
                 f"two lists of tools: unread columns of the row hold {len(nested)}; give it a "
@@ -183,14 +183,14 @@ def _messages(row: RowParts) -> Unweighted:
         raise RowError(f"missing column: {name!r}")
     messages, weights = read_messages(row.value[name], row.keys, what=f"column {name!r}")
     if row.optional.get(row.columns.history) not in EMPTY:
-        raise _no_place(row.columns.history, "messages", "put it into the messages")
+        raise _unused_column(row.columns.history, "messages", "put it into the messages")
     prompt = row.value.get(row.columns.prompt)
     if prompt not in EMPTY:
         check_prompt_is_in(messages, prompt, row.columns)
     return _conversation(messages, weights, row)
 
 
-def _no_place(name: str, format: str, change: str) -> RowError:
+def _unused_column(name: str, format: str, change: str) -> RowError:
     return RowError(
         f"{name} beside {format}: column {name!r} has no place in this format; {change}, or leave "
         f"it out (data.leave_out: [{name}])"
@@ -200,9 +200,9 @@ def _no_place(name: str, format: str, change: str) -> RowError:
 def check_prompt_is_in(messages: list[Message], prompt: object, columns: DataColumns) -> None:
     items = prompt if isinstance(prompt, list) else [prompt]
     texts = [item.get("content") if isinstance(item, dict) else item for item in items]
-    said = [message["content"] for message in messages]
+    contents = [message["content"] for message in messages]
     for text in texts:
-        if isinstance(text, str) and not any(text.strip() in content for content in said):
+        if isinstance(text, str) and not any(text.strip() in content for content in contents):
             raise RowError(
                 f"prompt beside messages: column {columns.prompt!r} holds a text that is in no "
                 f"message; leave it out (data.leave_out: [{columns.prompt}]), or put it into the "
@@ -252,13 +252,13 @@ def _raw_tools(row: RowParts) -> Any:
 
 
 def _one_column(row: RowParts, names: tuple[str, ...], what: str) -> Any:
-    found = [name for name in names if row.optional.get(name) not in EMPTY]
-    if len(found) > 1:
+    filled = [name for name in names if row.optional.get(name) not in EMPTY]
+    if len(filled) > 1:
         raise RowError(
-            f"two columns for one {what}: {found[0]!r} and {found[1]!r}; leave one out "
-            f"(data.leave_out: [{found[1]}])"
+            f"two columns for one {what}: {filled[0]!r} and {filled[1]!r}; leave one out "
+            f"(data.leave_out: [{filled[1]}])"
         )
-    return row.optional[found[0]] if found else None
+    return row.optional[filled[0]] if filled else None
 
 
 def _with_system(
@@ -282,7 +282,7 @@ def _add_reasoning(messages: list[Message], row: RowParts) -> None:
         if reasoning in EMPTY or (name == THINKING and isinstance(reasoning, bool)):
             continue
         if isinstance(reasoning, bool) or str(reasoning).strip().lower() in SWITCHED:
-            row.keys.count(row_place("messages", row.columns), name)
+            row.keys.count(row_schema("messages", row.columns), name)
             continue
         if not isinstance(reasoning, str):
             raise RowError(
@@ -305,46 +305,46 @@ def _add_reasoning(messages: list[Message], row: RowParts) -> None:
 
 
 def _template_kwargs(value: Values) -> dict[str, object]:
-    given = value.get(ARGUMENTS_COLUMN)
-    if isinstance(given, str) and given.strip():
-        given = json_value(given, f"column {ARGUMENTS_COLUMN!r}")
-    given = given or {}
-    if not isinstance(given, dict):
-        raise RowError(f"not an object: column {ARGUMENTS_COLUMN!r} is {kind(given)}")
+    raw = value.get(ARGUMENTS_COLUMN)
+    if isinstance(raw, str) and raw.strip():
+        raw = json_value(raw, f"column {ARGUMENTS_COLUMN!r}")
+    raw = raw or {}
+    if not isinstance(raw, dict):
+        raise RowError(f"not an object: column {ARGUMENTS_COLUMN!r} is {kind(raw)}")
     columns = {k: value[k] for k in SWITCHES if value.get(k) is not None}
     if isinstance(value.get(THINKING), bool):
         columns[THINKING] = value[THINKING]
     for name, setting in columns.items():
-        wanted = SWITCHES.get(name, bool)
-        if not isinstance(setting, wanted):
-            raise RowError(f"not {wanted.__name__}: column {name!r} is {kind(setting)}")
-    arguments = {**columns, **{k: without_nulls(v) for k, v in given.items() if v not in EMPTY}}
+        expected_type = SWITCHES.get(name, bool)
+        if not isinstance(setting, expected_type):
+            raise RowError(f"not {expected_type.__name__}: column {name!r} is {kind(setting)}")
+    arguments = {**columns, **{k: without_nulls(v) for k, v in raw.items() if v not in EMPTY}}
     if arguments:
         check_json(arguments, "an argument of the chat template")
     return arguments
 
 
 def _prompt_completion(row: RowParts) -> Unweighted:
-    before, _ = read_history(row)
+    history, _ = read_history(row)
     columns = row.columns
-    texts = [_given(row.value, name) for name in (columns.prompt, columns.completion)]
+    texts = [_required(row.value, name) for name in (columns.prompt, columns.completion)]
     prompt, _ = read_turns(row, texts[0], f"column {columns.prompt!r}", role="user")
     answer, what = answer_behind(row, texts[1]), f"column {columns.completion!r}"
     completion, weights = read_turns(row, answer, what, role="assistant")
-    weights = [0.0] * (len(before) + len(prompt)) + weights
-    return _conversation([*before, *as_prefix(prompt, completion), *completion], weights, row)
+    weights = [0.0] * (len(history) + len(prompt)) + weights
+    return _conversation([*history, *as_prefix(prompt, completion), *completion], weights, row)
 
 
 def read_turns(
-    row: RowParts, given: Any, what: str, *, role: str
+    row: RowParts, value: Any, what: str, *, role: str
 ) -> tuple[list[Message], list[float]]:
     """Return the messages of a value; a text is one message of `role`, but a transcript that ends
     with a question is messages, JSON text of objects with roles too, and with names, where there
     are tools, calls."""
-    question = question_of(given) if role == "user" else None
+    question = question_of(value) if role == "user" else None
     if question is not None:
         return read_transcript(question, what)
-    items = objects_in(given) if isinstance(given, str) else given
+    items = objects_in(value) if isinstance(value, str) else value
     if isinstance(items, dict):
         items = [items]
     if isinstance(items, list) and items:
@@ -354,15 +354,15 @@ def read_turns(
             for item in items
         ):
             return read_messages(items, row.keys, what=what)
-        may_call = role == "assistant" and (given is items or _raw_tools(row) is not None)
+        may_call = role == "assistant" and (value is items or _raw_tools(row) is not None)
         if may_call and _are_calls(items):
-            calls = read_calls(given, what, row.keys)
+            calls = read_calls(value, what, row.keys)
             return [{"role": role, "content": "", "tool_calls": calls}], [1.0]
-    if isinstance(given, list):
-        return read_messages(given, row.keys, what=what)
-    if items is None and isinstance(given, str):
-        _check_is_no_broken_text_of_messages(given, what)
-    return [{"role": role, "content": text_of(given, what)}], [float(role == "assistant")]
+    if isinstance(value, list):
+        return read_messages(value, row.keys, what=what)
+    if items is None and isinstance(value, str):
+        _check_is_no_broken_text_of_messages(value, what)
+    return [{"role": role, "content": text_of(value, what)}], [float(role == "assistant")]
 
 
 def _check_is_no_broken_text_of_messages(text: str, what: str) -> None:
@@ -404,13 +404,13 @@ def read_history(row: RowParts) -> tuple[list[Message], list[float]]:
 
 def _alpaca(row: RowParts) -> Unweighted:
     value, columns = row.value, row.columns
-    before, weights = read_history(row)
+    history, weights = read_history(row)
     question = _column(value, columns.instruction)
     if value.get(columns.input) not in (None, ""):
         question += "\n\n" + _column(value, columns.input)
     answer = _column(value, columns.output)
     messages = [
-        *before,
+        *history,
         {"role": "user", "content": question},
         {"role": "assistant", "content": answer},
     ]
@@ -418,17 +418,17 @@ def _alpaca(row: RowParts) -> Unweighted:
 
 
 def _text(row: RowParts) -> Unweighted:
-    for name in row_place("text", row.columns).optional if row.optional else ():
+    for name in row_schema("text", row.columns).optional if row.optional else ():
         if row.optional.get(name) not in EMPTY:
-            raise _no_place(name, "text", "write it into the text")
+            raise _unused_column(name, "text", "write it into the text")
     return _column(row.value, row.columns.text)
 
 
 def _column(value: Values, name: str) -> str:
-    return text_of(_given(value, name), f"column {name!r}")
+    return text_of(_required(value, name), f"column {name!r}")
 
 
-def _given(value: Values, name: str) -> Any:
+def _required(value: Values, name: str) -> Any:
     if name not in value:
         raise RowError(f"missing column: {name!r}")
     return value[name]

@@ -59,16 +59,16 @@ def check_json(value: Any, what: str) -> None:
 
 def texts_of(value: Any) -> list[str]:
     """Return every text in `value`, keys too, in no particular order."""
-    texts, left = [], [value]
-    while left:
-        item = left.pop()
+    texts, pending = [], [value]
+    while pending:
+        item = pending.pop()
         if isinstance(item, str):
             texts.append(item)
         elif isinstance(item, dict):
-            left += item
-            left += item.values()
+            pending += item
+            pending += item.values()
         elif isinstance(item, list | tuple):
-            left += item
+            pending += item
     return texts
 
 

@@ -156,12 +156,12 @@ class SafeEncoder:
         return self._tail_ids(text, guarded=guarded) == ids[first:stop]
 
     def _tail_ids(self, text: str, *, guarded: bool) -> list[int]:
-        known = self._tails.get((text, guarded))
-        if known is None:
-            known = self.encode_rendered(text, guarded=guarded).ids
+        ids = self._tails.get((text, guarded))
+        if ids is None:
+            ids = self.encode_rendered(text, guarded=guarded).ids
             if len(text) <= SHORT_TAIL and len(self._tails) < MAX_TAILS:
-                self._tails[text, guarded] = known
-        return known
+                self._tails[text, guarded] = ids
+        return ids
 
     def encode_answer(self, text: str, *, guarded: bool) -> list[int]:
         """Encode rendered text after a prompt, without a blank; raises `ValueError` for one."""

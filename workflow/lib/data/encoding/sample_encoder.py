@@ -70,11 +70,11 @@ class SampleEncoder:
         template_kwargs: Mapping[str, object] | None = None,
         allow_unrendered: Collection[TextKind] = (),
         special_tokens: Literal["text", "tokens"] = "text",
-        known_tokens: int | None = None,
+        usable_tokens: int | None = None,
     ) -> None:
         self._encoder = SafeEncoder(tokenizer)
         self._vocab_size = len(tokenizer)
-        self._known = self._vocab_size if known_tokens is None else known_tokens
+        self._usable_tokens = self._vocab_size if usable_tokens is None else usable_tokens
         self._loss_on = loss_on
         self._reads_tokens = special_tokens == "tokens"
         bos, self._eos = tokenizer.bos_token_id, tokenizer.eos_token_id
@@ -114,10 +114,10 @@ class SampleEncoder:
         as `encode`. A block of rows rendered before it is encoded takes four fifths of the time, by
         the processor's caches."""
         begun = self._begin(sample)
-        is_whole = self._known == self._vocab_size and self._unk_id is None
-        return begun if is_whole else partial(self._known_only, begun)
+        is_whole = self._usable_tokens == self._vocab_size and self._unk_id is None
+        return begun if is_whole else partial(self._with_checked_ids, begun)
 
-    def _known_only(self, begun: Callable[[], list[Encoded]]) -> list[Encoded]:
+    def _with_checked_ids(self, begun: Callable[[], list[Encoded]]) -> list[Encoded]:
         """Return the encoded examples, with a note on trained characters that the tokenizer does
         not know; raises `RowError` for a token without a row in the model."""
         examples = [
@@ -127,9 +127,10 @@ class SampleEncoder:
             for example in begun()
         ]
         largest = max(int(example.ids.max(initial=0)) for example in examples)
-        if largest >= self._known:
+        if largest >= self._usable_tokens:
             raise RowError(
-                f"token without a row: id {largest}, the model's embedding has {self._known} rows"
+                f"token without a row: id {largest}, the model's embedding has "
+                f"{self._usable_tokens} rows"
             )
         return examples
 
@@ -283,7 +284,7 @@ class SampleEncoder:
     ) -> list[Encoded]:
         """Return the text's example. Turns whose prompt has other tokens in the text come first, as
         examples of their own."""
-        examples, spans, of_spans = [], [], []
+        examples, spans, span_weights = [], [], []
         notes: set[Note] = set()
         for turn in text.turns:
             weight = None if weights is None else weights[turn.index]
@@ -292,12 +293,12 @@ class SampleEncoder:
                 spans.append(span)
                 if tokens.strips_blanks(turn.start, span):
                     notes.add("lost_blanks")
-                of_spans += [] if weight is None else [weight]
+                span_weights += [] if weight is None else [weight]
             else:
-                own = self._own_example(text.text, turn, guarded)
-                examples.append(own if weight is None else own.weighted(weight))
+                own_example = self._own_example(text.text, turn, guarded)
+                examples.append(own_example if weight is None else own_example.weighted(weight))
         if spans or not text.turns:
-            encoded = _encoded(tokens.ids, spans, of_spans)
+            encoded = _encoded(tokens.ids, spans, span_weights)
             composed = self._composed(text.text, guarded=guarded)
             if notes or composed is not None:
                 encoded = replace(encoded, notes=frozenset(notes), composed=composed)

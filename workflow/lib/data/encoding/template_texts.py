@@ -40,25 +40,25 @@ NAMES: dict[TextKind, str] = {
 }
 
 
-class Place(NamedTuple):
-    """The place of a text; message: its number, -1 for a tool; what: role, or function."""
+class TextOrigin(NamedTuple):
+    """The owner of a text. message: its number, -1 for a tool. name: of the role, or function."""
 
     kind: TextKind
     message: int
-    what: str = ""
+    name: str = ""
 
 
 class Text(NamedTuple):
     """A text that a document must hold; parts: texts that may replace it."""
 
-    place: Place
+    origin: TextOrigin
     value: str
     parts: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
-        kind, message, what = self.place
-        return NAMES.get(kind, NAMES["user"]).format(what=what, number=message + 1)
+        kind, message, owner = self.origin
+        return NAMES.get(kind, NAMES["user"]).format(what=owner, number=message + 1)
 
     def stands_in(self, document: str) -> bool:
         return _stands(self.value, document) or (
@@ -74,72 +74,72 @@ class _Visitor:
     def __init__(self) -> None:
         self.texts: list[Text] = []
 
-    def _add(self, place: Place, value: str, *parts: str) -> None:
+    def _add(self, origin: TextOrigin, value: str, *parts: str) -> None:
         stripped = tuple(part.strip() for part in parts if part.strip())
-        self.texts.append(Text(place, value, stripped))
+        self.texts.append(Text(origin, value, stripped))
 
 
 class Collector(_Visitor):
     """Collects texts, names of functions, tools on offer and arguments of calls, as they are."""
 
-    def text(self, place: Place, text: str) -> str:
-        self._add(place, text.strip())
+    def text(self, origin: TextOrigin, text: str) -> str:
+        self._add(origin, text.strip())
         return text
 
-    def word(self, place: Place, word: str) -> str:
-        self._add(place, word)
+    def word(self, origin: TextOrigin, word: str) -> str:
+        self._add(origin, word)
         return word
 
-    def schema(self, place: Place, function: dict[str, Any]) -> dict[str, Any]:
+    def schema(self, origin: TextOrigin, function: dict[str, Any]) -> dict[str, Any]:
         described = function.get("description")
         parts = [function["name"], described if isinstance(described, str) else ""]
         whole = json.dumps(function, ensure_ascii=False)
-        self._add(place, whole, *parts, *argument_names(function))
+        self._add(origin, whole, *parts, *argument_names(function))
         return function
 
-    def arguments(self, place: Place, arguments: Any) -> Any:
+    def arguments(self, origin: TextOrigin, arguments: Any) -> Any:
         whole = json.dumps(arguments, ensure_ascii=False)
         leaves: list[str] = []
         _map_leaves(arguments, leaves.append, lambda n: leaves.append(str(n)), leaves.append)
-        self._add(place, whole, *leaves)
+        self._add(origin, whole, *leaves)
         return arguments
 
 
 class Marker(_Visitor):
     """Puts marks into every text, and collects them as texts to be searched."""
 
-    def text(self, place: Place, text: str) -> str:
+    def text(self, origin: TextOrigin, text: str) -> str:
         number = len(self.texts)
         begin, end = f"q{number:05d}b", f"q{number:05d}e"
-        self._add(place, begin)
-        self._add(place, end)
+        self._add(origin, begin)
+        self._add(origin, end)
         return begin + text + end
 
-    def word(self, place: Place, word: str) -> str:
+    def word(self, origin: TextOrigin, word: str) -> str:
         mark = f"Q{len(self.texts):05d}w"
-        self._add(place, mark)
+        self._add(origin, mark)
         return word + mark
 
-    def schema(self, place: Place, function: dict[str, Any]) -> dict[str, Any]:
-        marked = {**function, "name": self.word(place, function["name"])}
+    def schema(self, origin: TextOrigin, function: dict[str, Any]) -> dict[str, Any]:
+        marked = {**function, "name": self.word(origin, function["name"])}
         if isinstance(marked.get("description"), str) and marked["description"].strip():
-            marked["description"] = self.text(place, marked["description"])
-        names = {name: self.word(place, name) for name in argument_names(function)}
+            marked["description"] = self.text(origin, marked["description"])
+        names = {name: self.word(origin, name) for name in argument_names(function)}
         if names:
             marked["parameters"] = _with_names(function["parameters"], names)
         return marked
 
-    def arguments(self, place: Place, arguments: Any) -> Any:
+    def arguments(self, origin: TextOrigin, arguments: Any) -> Any:
         def number(value: float) -> float:
             mark = FIRST_NUMBER + len(self.texts) + (0.5 if isinstance(value, float) else 0)
-            self._add(place, str(mark))
+            self._add(origin, str(mark))
             return mark
 
         return _map_leaves(
             arguments,
-            lambda name: self.word(place, name),
+            lambda name: self.word(origin, name),
             number,
-            lambda text: self.text(place, text) if text.strip() else text,
+            lambda text: self.text(origin, text) if text.strip() else text,
         )
 
 
@@ -170,7 +170,9 @@ def _visit(conversation: Conversation, visitor: Visitor) -> Conversation:
         else:
             role = message["role"]
             kind = KINDS.get(role, "user")
-            changed["content"] = _visit_text(message["content"], Place(kind, index, role), visitor)
+            changed["content"] = _visit_text(
+                message["content"], TextOrigin(kind, index, role), visitor
+            )
             name = message.get("name")
             if isinstance(name, str) and name in called:
                 changed["name"] = called[name]
@@ -178,47 +180,47 @@ def _visit(conversation: Conversation, visitor: Visitor) -> Conversation:
     return replace(conversation, messages=messages, tools=tools or None)
 
 
-def _visit_text(text: Any, place: Place, visitor: Visitor) -> Any:
-    return visitor.text(place, text) if isinstance(text, str) and text.strip() else text
+def _visit_text(text: Any, origin: TextOrigin, visitor: Visitor) -> Any:
+    return visitor.text(origin, text) if isinstance(text, str) and text.strip() else text
 
 
 def _visit_assistant(message: Message, index: int, visitor: Visitor) -> None:
-    thought, said = Place("reasoning", index), Place("assistant", index)
+    reasoning, answer = TextOrigin("reasoning", index), TextOrigin("assistant", index)
     seen: dict[str, str] = {}
     for key in REASONING_KEYS:
         text = message.get(key)
         if isinstance(text, str) and text.strip():
-            message[key] = seen[text] = seen.get(text) or visitor.text(thought, text)
+            message[key] = seen[text] = seen.get(text) or visitor.text(reasoning, text)
     content = message["content"]
     if END_OF_REASONING not in content:
-        message["content"] = _visit_text(content, said, visitor)
+        message["content"] = _visit_text(content, answer, visitor)
         return
     before, end, after = content.rpartition(END_OF_REASONING)
     first, begin, inner = before.rpartition(BEGIN_OF_REASONING)
     message["content"] = (
-        _visit_text(first, said, visitor)
+        _visit_text(first, answer, visitor)
         + begin
-        + _visit_text(inner, thought, visitor)
+        + _visit_text(inner, reasoning, visitor)
         + end
-        + _visit_text(after, said, visitor)
+        + _visit_text(after, answer, visitor)
     )
 
 
 def _visit_call(call: ToolCall, index: int, visitor: Visitor, called: dict[str, str]) -> ToolCall:
     function = call["function"]
     name = function["name"]
-    place = Place("calls", index, name)
-    called[name] = visitor.word(place, name)
+    origin = TextOrigin("calls", index, name)
+    called[name] = visitor.word(origin, name)
     arguments = function["arguments"]
     if arguments:
-        arguments = visitor.arguments(place, arguments)
+        arguments = visitor.arguments(origin, arguments)
     return {**call, "function": {"name": called[name], "arguments": arguments}}
 
 
 def _visit_tool(tool: Tool, visitor: Visitor) -> Tool:
     function = tool["function"]
-    place = Place("tools", -1, function["name"])
-    return {**tool, "function": visitor.schema(place, function)}
+    origin = TextOrigin("tools", -1, function["name"])
+    return {**tool, "function": visitor.schema(origin, function)}
 
 
 def argument_names(function: dict[str, Any]) -> list[str]:

@@ -37,11 +37,11 @@ def read_tokens(value: Values, columns: DataColumns) -> TokenRow:
 def _check_is_one_document(positions: list[int], real: list[bool]) -> None:
     """Raise `RowError` at documents packed into one row: attention would cross them."""
     _same_length(positions, real, "position_ids")
-    places = [n for n, is_real in enumerate(real) if is_real]
-    for before, place in pairwise(places):
-        if positions[place] != positions[before] + 1:
+    real_indices = [n for n, is_real in enumerate(real) if is_real]
+    for previous, index in pairwise(real_indices):
+        if positions[index] != positions[previous] + 1:
             raise RowError(
-                f"packed documents: position_ids begin anew at place {place}; write a row for each "
+                f"packed documents: position_ids begin anew at place {index}; write a row for each "
                 "document, or leave them out (data.leave_out: [position_ids])"
             )
 

@@ -76,19 +76,19 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 def _processor_template(folder: Path) -> Any:
     files = [folder / name for name in PROCESSOR_FILES if (folder / name).is_file()]
-    found = [read_bounded(file).get("chat_template") for file in files]
-    return next(filter(None, found), None)
+    templates = [read_bounded(file).get("chat_template") for file in files]
+    return next(filter(None, templates), None)
 
 
-def known_tokens(tokenizer: PreTrainedTokenizerBase, folder: Path) -> int:
+def num_usable_tokens(tokenizer: PreTrainedTokenizerBase, folder: Path) -> int:
     """Return the number of token ids that data may have: all of the tokenizer's, without those
     after its own vocabulary for which the model in `folder` has no rows, by its config.json (the
     image token of Gemma 3's text models). A tokenizer whose vocabulary or eos token does not fit is
     another model's: its size is refused (`planning.preflight.checks`)."""
     path = folder / "config.json"
     rows = text_part(read_bounded(path)).get("vocab_size") if path.is_file() else None
-    needed = max(tokenizer.vocab_size, tokenizer.eos_token_id + 1)
-    return min(len(tokenizer), rows) if rows is not None and needed <= rows else len(tokenizer)
+    used_rows = max(tokenizer.vocab_size, tokenizer.eos_token_id + 1)
+    return min(len(tokenizer), rows) if rows is not None and used_rows <= rows else len(tokenizer)
 
 
 def read_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | None) -> str:

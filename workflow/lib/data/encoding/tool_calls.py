@@ -6,7 +6,7 @@ import ast
 import re
 from typing import Any, Literal, NotRequired, TypedDict
 
-from workflow.lib.data.encoding.keys_read import KeyAccount, Place
+from workflow.lib.data.encoding.keys_read import KeyAudit, KeySchema
 from workflow.lib.data.encoding.row_values import (
     EMPTY,
     RowError,
@@ -23,9 +23,11 @@ SCHEMAS = ("parameters", "input_schema", "inputSchema")  # of a tool on offer
 SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")  # of calls, in the templates of Mistral
 MAX_CALL_CHARS = 10_000  # of a text of Python's; its parser recurses
 IDS = ("id", "call_id", "tool_call_id")
-CALL = Place("call", frozenset({*IDS, "type", "function", *ARGUMENTS}))
-FUNCTION = Place("function of a call", frozenset({*IDS, "type", "name", "function", *ARGUMENTS}))
-TOOL = Place("tool", frozenset({"type", "function"}))
+CALL = KeySchema("call", frozenset({*IDS, "type", "function", *ARGUMENTS}))
+FUNCTION = KeySchema(
+    "function of a call", frozenset({*IDS, "type", "name", "function", *ARGUMENTS})
+)
+TOOL = KeySchema("tool", frozenset({"type", "function"}))
 
 
 class FunctionCall(TypedDict):
@@ -50,7 +52,7 @@ class Tool(TypedDict):
     function: dict[str, Any]
 
 
-def read_calls(raw: Any, where: str, keys: KeyAccount) -> list[ToolCall]:
+def read_calls(raw: Any, where: str, keys: KeyAudit) -> list[ToolCall]:
     """Return the calls of a list, of its JSON text, or of a single call."""
     calls = _python_calls(raw) if isinstance(raw, str) else None
     if calls is None:
@@ -106,16 +108,16 @@ def _decoded(raw: Any, what: str) -> Any:
     return json_value(value, what) if isinstance(value, str) and value.strip() else value
 
 
-def _call(raw: Any, where: str, keys: KeyAccount) -> ToolCall:
+def _call(raw: Any, where: str, keys: KeyAudit) -> ToolCall:
     call = _decoded(raw, f"a call in {where}")
     function = call.get("function") if isinstance(call, dict) else None
     if isinstance(function, str) and function.lstrip()[:1] == "{":
         function = json_value(function, f"a call in {where}")
     if isinstance(function, dict):
-        call, _ = keys.take(CALL, call, where)
-        function, _ = keys.take(FUNCTION, function, where)
+        call, _ = keys.check(CALL, call, where)
+        function, _ = keys.check(FUNCTION, function, where)
     elif isinstance(call, dict):  # the function itself, whose name may stand under `function`
-        named, _ = keys.take(FUNCTION, call, where)
+        named, _ = keys.check(FUNCTION, call, where)
         function = {**named, "name": named.get("name") or function}
     if not isinstance(function, dict) or not _is_name(function.get("name")):
         raise RowError(f"broken tool call: {where} has one without a name")
@@ -138,18 +140,18 @@ def _is_name(name: Any) -> bool:
 def _arguments(function: dict[str, Any], call: dict[str, Any], where: str) -> dict[str, Any]:
     """Return the arguments of a call, under any of their names; null means none."""
     what = f"arguments in {where}"
-    found: list[Any] = []
+    candidates: list[Any] = []
     for holder in (function, call):
         values = [_decoded(holder.get(key), what) for key in ARGUMENTS]
-        found += [v for v in values if v not in (None, "", {}) and v not in found]
-    if len(found) > 1:
+        candidates += [v for v in values if v not in (None, "", {}) and v not in candidates]
+    if len(candidates) > 1:
         raise RowError(f"two arguments: a call in {where} has them under two names, unlike")
-    if found and not isinstance(found[0], dict):
-        raise RowError(f"broken tool call: {what} are {kind(found[0])}, no object")
-    if not found:
+    if candidates and not isinstance(candidates[0], dict):
+        raise RowError(f"broken tool call: {what} are {kind(candidates[0])}, no object")
+    if not candidates:
         _check_no_other(function, where)
         _check_no_other(call, where)
-    return found[0] if found else {}
+    return candidates[0] if candidates else {}
 
 
 def _check_no_other(holder: dict[str, Any], where: str) -> None:
@@ -160,7 +162,7 @@ def _check_no_other(holder: dict[str, Any], where: str) -> None:
             raise RowError(f"no arguments, but {key}: a call in {where}; rename it to arguments")
 
 
-def read_tools(raw: Any, keys: KeyAccount, *, what: str) -> list[Tool] | None:
+def read_tools(raw: Any, keys: KeyAudit, *, what: str) -> list[Tool] | None:
     """Return the tools of a list, or of its JSON text; None if there are none."""
     items = _decoded(without_nulls(raw), what)
     if items in EMPTY:
@@ -172,13 +174,13 @@ def read_tools(raw: Any, keys: KeyAccount, *, what: str) -> list[Tool] | None:
     return [_tool(item, keys, what) for item in items]
 
 
-def _tool(raw: Any, keys: KeyAccount, what: str) -> Tool:
+def _tool(raw: Any, keys: KeyAudit, what: str) -> Tool:
     tool = _decoded(raw, what)
     function = tool.get("function", tool) if isinstance(tool, dict) else None
     if not isinstance(function, dict) or not _is_name(function.get("name")):
         raise RowError(f"not a tool: {what} has one without a name")
     if function is not tool:
-        keys.take(TOOL, tool, what)
+        keys.check(TOOL, tool, what)
     schemas = [function[key] for key in SCHEMAS if key in function]
     function = {k: v for k, v in function.items() if k not in (*SCHEMAS, "type")}
     if schemas:
@@ -190,18 +192,20 @@ def _tool(raw: Any, keys: KeyAccount, what: str) -> Tool:
 def with_short_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return messages whose calls have ids of nine letters and digits, and results the same. Ids of
     this form stay. A result without a call's id gets that of the next call without a result."""
-    made: dict[str, str] = {}
+    short_ids: dict[str, str] = {}
     open_ids: list[str] = []
     changed = []
     for message in messages:
         if calls := message.get("tool_calls"):
-            ids = [_short_id(call.get("id"), made, number) for number, call in enumerate(calls)]
+            ids = [
+                _short_id(call.get("id"), short_ids, number) for number, call in enumerate(calls)
+            ]
             open_ids += ids
             pairs = zip(calls, ids, strict=True)
             message = {**message, "tool_calls": [{**call, "id": id} for call, id in pairs]}
         elif message["role"] == "tool":
-            given = str(message.get("tool_call_id"))
-            answered = made.get(given) or (open_ids[0] if open_ids else "call00000")
+            result_id = str(message.get("tool_call_id"))
+            answered = short_ids.get(result_id) or (open_ids[0] if open_ids else "call00000")
             if answered in open_ids:
                 open_ids.remove(answered)
             message = {**message, "tool_call_id": answered}
@@ -209,9 +213,9 @@ def with_short_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return changed
 
 
-def _short_id(given: object, made: dict[str, str], number: int) -> str:
-    """Return an id of the right form for a call, and note it in `made` under the given one."""
-    name = f"{given}" if given is not None else f"{len(made)} {number}"
+def _short_id(call_id: object, short_ids: dict[str, str], number: int) -> str:
+    """Return an id of the right form for a call, and note it in `short_ids` by its own id."""
+    name = f"{call_id}" if call_id is not None else f"{len(short_ids)} {number}"
     if SHORT_ID.fullmatch(name):
-        return made.setdefault(name, name)
-    return made.setdefault(name, f"call{len(made):05d}")
+        return short_ids.setdefault(name, name)
+    return short_ids.setdefault(name, f"call{len(short_ids):05d}")

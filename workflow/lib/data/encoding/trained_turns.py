@@ -302,10 +302,10 @@ class TurnRenderer:
     def _token_behind(self, conversation: Conversation) -> str:
         before = self._rendered_or_empty(conversation, -1)
         text = self._rendered_or_empty(conversation)
-        rest = text[len(before) :] if before and text.startswith(before) else ""
-        blank = len(rest) - len(rest.lstrip())
-        token = self._encoder.special_text(rest, blank)
-        return rest[:blank] + token if token else ""
+        suffix = text[len(before) :] if before and text.startswith(before) else ""
+        blank = len(suffix) - len(suffix.lstrip())
+        token = self._encoder.special_text(suffix, blank)
+        return suffix[:blank] + token if token else ""
 
     def _rendered_or_empty(self, conversation: Conversation, stop: int | None = None) -> str:
         try:

@@ -41,14 +41,14 @@ class ReasoningClosedError(RowError):
 class Opening:
     """The beginning of a turn, after the common text of prompt and conversation. shared: length of
     that text, from a special token on. tail: length of the rest of the prompt. header: text of the
-    conversation before the turn's own. kept: the part of it that the model has to write. close: its
-    text after a reasoning that the prompt opens and the conversation does not show; None without
-    one."""
+    conversation before the turn's own. written_header: the part of it that the model has to write.
+    close: its text after a reasoning that the prompt opens and the conversation does not show; None
+    without one."""
 
     shared: int
     tail: int
     header: str
-    kept: str
+    written_header: str
     close: str | None
 
 
@@ -81,7 +81,7 @@ class MarkedTurn:
         is_hidden = self.opening is None and header.strip() == END_OF_REASONING
         return is_hidden and self.is_opened_by(prompt)
 
-    def kept(self, tail: str, header: str, prompt: str) -> str | None:
+    def written_header(self, tail: str, header: str, prompt: str) -> str | None:
         """Return the part of `header` that the model has to write after the prompt's `tail`; None
         if the tail is neither the beginning of a reasoning nor an empty one."""
         if not tail:
@@ -106,8 +106,8 @@ class MarkedTurn:
     def _begin(self, header: str) -> str:
         """Return the beginning of a reasoning in place of `header`; empty if unknown."""
         shared = self.before.removesuffix(header)
-        known = self.opening is not None and self.opening.startswith(shared)
-        return self.opening[len(shared) :].strip() if known and self.opening else ""
+        continues = self.opening is not None and self.opening.startswith(shared)
+        return self.opening[len(shared) :].strip() if continues and self.opening else ""
 
 
 class TurnOpenings:
@@ -118,7 +118,7 @@ class TurnOpenings:
         self._encoder = encoder
         special = encoder.special_pattern.pattern
         self._atoms = re.compile(rf"{special}|{TAG}|\w+|\s|.", re.DOTALL)
-        self._known: dict[object, Opening] = {}
+        self._openings: dict[object, Opening] = {}
 
     def answer(self, prompt: str, text: str, conversation: Conversation, index: int) -> str:
         """Return the text that the model has to write after `prompt`, and the rest of `text`, which
@@ -129,24 +129,24 @@ class TurnOpenings:
         start = len(begun)
         if not text.startswith(begun):
             piece = begun[len(begun) - opening.shared :]
-            found = text.rfind(piece)
-            if found < 0 and reasoning_of(message) and OPENED.search(piece):
+            piece_start = text.rfind(piece)
+            if piece_start < 0 and reasoning_of(message) and OPENED.search(piece):
                 piece = OPENED.sub("", piece)  # the text has its own beginning, or none
-                if piece and (found := text.rfind(piece)) >= 0:
-                    return _behind(prompt, text[found + len(piece) :])
-            if found < 0:
-                raise _not_found(index)
-            start = found + len(piece)
+                if piece and (piece_start := text.rfind(piece)) >= 0:
+                    return _after_own_opening(prompt, text[piece_start + len(piece) :])
+            if piece_start < 0:
+                raise _turn_not_found(index)
+            start = piece_start + len(piece)
         if not text.startswith(opening.header, start):
-            raise _not_found(index)
-        rest = text[start + len(opening.header) :]
-        closes = opening.close is not None or opening.kept.strip() == END_OF_REASONING
-        begins = closes and rest.lstrip().startswith(BEGIN_OF_REASONING)
-        if begins or (opening.close is not None and END_OF_REASONING in rest):
-            return _behind(prompt, rest)  # the text's own, as it stands
+            raise _turn_not_found(index)
+        turn_text = text[start + len(opening.header) :]
+        closes = opening.close is not None or opening.written_header.strip() == END_OF_REASONING
+        begins = closes and turn_text.lstrip().startswith(BEGIN_OF_REASONING)
+        if begins or (opening.close is not None and END_OF_REASONING in turn_text):
+            return _after_own_opening(prompt, turn_text)  # the text's own, as it stands
         if opening.close is not None:
-            return reasoning_of(message) + opening.close + rest.lstrip("\n")
-        return opening.kept + rest
+            return reasoning_of(message) + opening.close + turn_text.lstrip("\n")
+        return opening.written_header + turn_text
 
     def _opening(self, prompt: str, conversation: Conversation, index: int) -> Opening:
         message = conversation.messages[index]
@@ -157,12 +157,12 @@ class TurnOpenings:
             bool(message.get("tool_calls")),
             repr(conversation.template_kwargs),
         )
-        known = self._known.get(key)
-        if known is None:
-            known = self._learn(prompt, conversation, index)
-            if len(self._known) < MAX_OPENINGS:
-                self._known[key] = known
-        return known
+        opening = self._openings.get(key)
+        if opening is None:
+            opening = self._learn(prompt, conversation, index)
+            if len(self._openings) < MAX_OPENINGS:
+                self._openings[key] = opening
+        return opening
 
     def _learn(self, prompt: str, conversation: Conversation, index: int) -> Opening:
         """Render the turn with marks for its text and its reasoning, with its calls or without."""
@@ -184,30 +184,32 @@ class TurnOpenings:
                     begun, marked.before, conversation, index
                 ):
                     continue  # tail or header are of a message before this one
-                kept = marked.kept(tail, header, prompt)
-                if kept is not None:
+                written_header = marked.written_header(tail, header, prompt)
+                if written_header is not None:
                     close = marked.close if marked.goes_on(prompt, header) else None
                     if reasoning_of(message) and marked.hides_reasoning(prompt, header):
                         close = header
-                    return Opening(shared, len(tail), header, kept, close)
+                    return Opening(shared, len(tail), header, written_header, close)
             if marked.reasons:
                 raise ReasoningClosedError(
                     f"text not rendered: the prompt of message {index + 1} closes the reasoning "
                     "that the message has; switch it on (data.template_kwargs), or allow its loss: "
                     "data.allow_unrendered: [reasoning]"
                 )
-        raise _not_found(index)
+        raise _turn_not_found(index)
 
     def _marked(self, conversation: Conversation, index: int, turn: Message) -> MarkedTurn:
         plain = self._shown(conversation, index, turn)
         reasoned = self._shown(conversation, index, turn | {REASONING_KEYS[0]: REASONING})
-        thought, said = reasoned.find(REASONING), reasoned.find(CONTENT)
-        shows = 0 <= thought < said
+        reasoning_start, content_start = reasoned.find(REASONING), reasoned.find(CONTENT)
+        shows = 0 <= reasoning_start < content_start
         reasons = shows and bool(reasoning_of(conversation.messages[index]))
         return MarkedTurn(
-            before=reasoned[:thought] if reasons else plain[: max(0, plain.find(CONTENT))],
-            opening=reasoned[:thought] if shows else None,
-            close=reasoned[thought + len(REASONING) : said] if shows else USUAL_END,
+            before=reasoned[:reasoning_start] if reasons else plain[: max(0, plain.find(CONTENT))],
+            opening=reasoned[:reasoning_start] if shows else None,
+            close=reasoned[reasoning_start + len(REASONING) : content_start]
+            if shows
+            else USUAL_END,
             reasons=reasons,
         )
 
@@ -218,10 +220,10 @@ class TurnOpenings:
             anchor = self._encoder.start_of_last_special(prompt[:anchor])
             if anchor is None:
                 break
-            place = before.rfind(self._encoder.special_text(prompt, anchor))
-            if place >= 0:
-                shared = self._shared(prompt[anchor:], before[place:])
-                yield shared, prompt[anchor + shared :], before[place + shared :]
+            common_start = before.rfind(self._encoder.special_text(prompt, anchor))
+            if common_start >= 0:
+                shared = self._shared(prompt[anchor:], before[common_start:])
+                yield shared, prompt[anchor + shared :], before[common_start + shared :]
 
     def _shared(self, text: str, other: str) -> int:
         ends = [{m.end() for m in self._atoms.finditer(t)} for t in (text, other)]
@@ -256,13 +258,13 @@ def _without(text: str, tags: Collection[str]) -> str:
     return text
 
 
-def _behind(prompt: str, rest: str) -> str:
+def _after_own_opening(prompt: str, text: str) -> str:
     """Return a text without its own beginning of the reasoning that the prompt opens."""
-    begun = rest.lstrip().removeprefix(BEGIN_OF_REASONING)
+    begun = text.lstrip().removeprefix(BEGIN_OF_REASONING)
     return begun.lstrip("\n") if prompt.endswith("\n") else begun
 
 
-def _not_found(index: int) -> RowError:
+def _turn_not_found(index: int) -> RowError:
     return RowError(
         f"turn not found: the chat template does not write message {index + 1} behind what it "
         "renders as its prompt (add_generation_prompt); give one that does in data.chat_template"

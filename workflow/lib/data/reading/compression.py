@@ -68,7 +68,7 @@ class _Unpacked(io.RawIOBase):
 
     def __init__(self, raw: Any, *, packed_bytes: int) -> None:
         self._raw = raw
-        self._most = max(MIN_UNPACKED_BYTES, MAX_RATIO * packed_bytes)
+        self._max_bytes = max(MIN_UNPACKED_BYTES, MAX_RATIO * packed_bytes)
         self._unpacked = 0
 
     def readable(self) -> bool:
@@ -80,11 +80,11 @@ class _Unpacked(io.RawIOBase):
         except DAMAGED as error:
             raise OSError(str(error)) from None
         self._unpacked += count
-        if self._unpacked > self._most:
+        if self._unpacked > self._max_bytes:
             raise UnreadableError(
-                f"it unpacks to more than {MAX_RATIO} times its size ({self._most / 2**30:.1f} "
-                "GiB), as files do that are made to fill a disk; if that is right, unpack it "
-                "yourself"
+                f"it unpacks to more than {MAX_RATIO} times its size "
+                f"({self._max_bytes / 2**30:.1f} GiB), as files do that are made to "
+                "fill a disk; if that is right, unpack it yourself"
             )
         return count
 
@@ -113,19 +113,19 @@ def compression_of(path: PurePath) -> Compression | None:
     return COMPRESSIONS.get(path.suffix.lower())
 
 
-def known_type(path: PurePath) -> FileType | None:
+def type_by_name(path: PurePath) -> FileType | None:
     inner = path.with_suffix("") if compression_of(path) else path
     return EXTENSIONS.get(inner.suffix.lower())
 
 
 def file_type_of(path: PurePath, *, setting: str) -> FileType:
-    file_type = known_type(path)
+    file_type = type_by_name(path)
     if file_type is None:
-        known, outer = ", ".join(EXTENSIONS), " or ".join(COMPRESSIONS)
+        extensions, compressions = ", ".join(EXTENSIONS), " or ".join(COMPRESSIONS)
         raise setting_error(
             setting,
             str(path),
-            f"the extension is none of {known} (also with {outer} behind it)",
+            f"the extension is none of {extensions} (also with {compressions} behind it)",
             "Name the file for what it holds, or set data.file_type",
         )
     return file_type

@@ -102,18 +102,18 @@ def column_names(files: Iterable[SourceFile], *, setting: str) -> list[str]:
 def _check_content(path: Path, kind: FileType, *, setting: str) -> None:
     head = read_head(path)
     signature = next((name for start, name in SIGNATURES.items() if head.startswith(start)), None)
-    wrong = signature or _unlike(kind, head)
+    fault = signature or _content_fault(kind, head)
     if kind == "parquet":
-        wrong = None if head[:4] == b"PAR1" else signature or "not Parquet (it lacks the mark PAR1)"
+        fault = None if head[:4] == b"PAR1" else signature or "not Parquet (it lacks the mark PAR1)"
     elif kind == "arrow":
-        wrong = None if signature == "an Arrow file" else signature
-    if wrong is not None:
+        fault = None if signature == "an Arrow file" else signature
+    if fault is not None:
         raise setting_error(
-            setting, str(path), f"the content is {wrong}", f"Name a .{kind} file that is one"
+            setting, str(path), f"the content is {fault}", f"Name a .{kind} file that is one"
         )
 
 
-def _unlike(kind: FileType, head: bytes) -> str | None:
+def _content_fault(kind: FileType, head: bytes) -> str | None:
     start = head.removeprefix(BOM).lstrip()[:1]
     if kind == "jsonl" and start == b"[":
         return "one JSON array, which belongs into a .json file"

@@ -93,8 +93,8 @@ class Source:
 def list_files(source: Source) -> tuple[str, str | None, list[RepoFile]]:
     """Return the revision's commit now, its licence if it names one, and its files."""
     api, kind = HfApi(), source.repo_type
-    found: Any = api.repo_info(source.repo_id, revision=source.revision, repo_type=kind)
-    commit, licence = found.sha, (found.card_data or {}).get("license")
+    info: Any = api.repo_info(source.repo_id, revision=source.revision, repo_type=kind)
+    commit, licence = info.sha, (info.card_data or {}).get("license")
     assert commit is not None, "the hub answers every repository request with its commit"
     tree = api.list_repo_tree(source.repo_id, revision=commit, repo_type=kind, recursive=True)
     files = [entry for entry in tree if isinstance(entry, RepoFile)]
@@ -102,15 +102,17 @@ def list_files(source: Source) -> tuple[str, str | None, list[RepoFile]]:
     return commit, licence_words(licence), files
 
 
-def licence_words(named: Any) -> str | None:
+def licence_words(licence: Any) -> str | None:
     """Return the licence of a card, which may be a list; None without one."""
-    return ", ".join(map(str, [named] if isinstance(named, str) else named or [])) or None
+    return ", ".join(map(str, [licence] if isinstance(licence, str) else licence or [])) or None
 
 
 def licence_of(paths: Iterable[Path]) -> str | None:
     """Return the licences of files or folders, by a download's record or the card beside them."""
     folders = {path if path.is_dir() else path.parent for path in paths}
-    return ", ".join(sorted({named for folder in folders if (named := _licence(folder))})) or None
+    return (
+        ", ".join(sorted({licence for folder in folders if (licence := _licence(folder))})) or None
+    )
 
 
 def _licence(folder: Path) -> str | None:
@@ -223,8 +225,8 @@ def fetch(source: Source, paths: Iterable[str], *, commit: str, folder: Path) ->
     options: Any = {"repo_type": source.repo_type, "revision": commit, "local_dir": folder}
     patterns = [glob.escape(path) for path in paths]
     snapshot_download(source.repo_id, **options, allow_patterns=patterns)
-    found = HfApi().verify_repo_checksums(source.repo_id, **options)
-    wrong = sorted(mismatch["path"] for mismatch in found.mismatches)
+    verification = HfApi().verify_repo_checksums(source.repo_id, **options)
+    wrong = sorted(mismatch["path"] for mismatch in verification.mismatches)
     for path in wrong:
         (folder / path).unlink()
     if wrong:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workflow.lib.data.reading.compression import EXTENSIONS, file_type_of, known_type
+from workflow.lib.data.reading.compression import EXTENSIONS, file_type_of, type_by_name
 from workflow.lib.settings.data import DataColumns, DataConfig, DataSource, FileType, Overlong
 from workflow.lib.system.checksums import HUB_RECORD
 from workflow.lib.system.errors import UserError, setting_error
@@ -77,10 +77,9 @@ def _resolve(entry: DataSource, *, setting: str, root: Path) -> Source:
     assert entry.columns is not None, "DataConfig fills in the columns"
     assert entry.format is not None, "DataConfig fills in the format"
     assert entry.overlong is not None, "DataConfig fills in what becomes of long rows"
-    given = entry.file_type
-    known = None if given is None or given == "auto" else given
+    file_type = None if entry.file_type == "auto" else entry.file_type
     files = [
-        SourceFile(root / path, path, known or file_type_of(Path(path), setting=setting))
+        SourceFile(root / path, path, file_type or file_type_of(Path(path), setting=setting))
         for path in paths
     ]
     return Source(
@@ -164,13 +163,13 @@ def _glob(pattern: str, root: Path, *, setting: str) -> list[str]:
     return sorted(name for name, path in matches.items() if path.is_file())
 
 
-def _check_link(path: Path, name: str, given: str, setting: str) -> None:
+def _check_link(path: Path, name: str, pattern: str, setting: str) -> None:
     """Raise `UserError` for a link to no file, which would silently be skipped. A link to a file is
     read, also outside of the folder."""
     if path.is_symlink() and not path.is_file():
         where = "to a folder, which is not searched" if path.is_dir() else "nowhere"
         change = "Name that folder itself" if path.is_dir() else "Mend or remove the link"
-        raise setting_error(setting, given, f"the link {name} in it leads {where}", change)
+        raise setting_error(setting, pattern, f"the link {name} in it leads {where}", change)
 
 
 def _folder_files(folder: Path, path: str, setting: str) -> list[str]:
@@ -188,16 +187,16 @@ def _folder_files(folder: Path, path: str, setting: str) -> list[str]:
     below = {str(entry.relative_to(folder)): entry for entry in folder.rglob("*")}
     seen = {name: entry for name, entry in below.items() if not _is_hidden(name)}
     for name, entry in seen.items():
-        if known_type(Path(name)) or entry.is_dir():
+        if type_by_name(Path(name)) or entry.is_dir():
             _check_link(entry, name, path, setting)
             if (why := why_unreadable(entry)) is not None:
                 raise setting_error(setting, path, f"{name} in it: {why}", "Remove or mend it")
     names = sorted(
         name
         for name, entry in seen.items()
-        if known_type(Path(name)) and name != HUB_RECORD and entry.is_file()
+        if type_by_name(Path(name)) and name != HUB_RECORD and entry.is_file()
     )
-    types = sorted({str(known_type(Path(name))) for name in names})
+    types = sorted({str(type_by_name(Path(name))) for name in names})
     if not names:
         raise setting_error(
             setting, path, f"the folder holds no file that ends in {', '.join(EXTENSIONS)}", PICK
@@ -245,13 +244,13 @@ def _check_disjoint(splits: dict[str, list[Source]]) -> None:
     for split, sources in splits.items():
         for source in sources:
             for file in source.files:
-                key, named = file.path.resolve(), f"data.{split} ({source.name})"
+                key, entry = file.path.resolve(), f"data.{split} ({source.name})"
                 if key in first:
                     raise UserError(
-                        f"{named} names {file.file}, and so does {first[key]}. Name every file "
+                        f"{entry} names {file.file}, and so does {first[key]}. Name every file "
                         "once; to train on one more often, give its source a weight."
                     )
-                first[key] = named
+                first[key] = entry
 
 
 def matching(paths: Iterable[str], pattern: str) -> set[str]:

@@ -53,18 +53,18 @@ def numbered_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
         blank = blank + 1 if line.isspace() else 0
         if blank > MAX_BLANK_LINES:
             raise _too_many_blank_lines(before=f"line {number}")
-        rest, size = line, len(line)
-        while len(rest) > MAX_ROW_BYTES and not rest.endswith(b"\n"):
+        piece, size = line, len(line)
+        while len(piece) > MAX_ROW_BYTES and not piece.endswith(b"\n"):
             _check_skipped(size, f"line {number}")
-            rest = file.readline(MAX_ROW_BYTES + 1)
-            size += len(rest)
+            piece = file.readline(MAX_ROW_BYTES + 1)
+            size += len(piece)
         yield number, line.removeprefix(BOM)
 
 
-def _check_skipped(size: int, what: str) -> None:
+def _check_skipped(size: int, item: str) -> None:
     if size > MAX_SKIPPED_BYTES:
         raise UnreadableError(
-            f"{what} goes on for more than {MAX_SKIPPED_BYTES // 2**20} MiB, and a row may have "
+            f"{item} goes on for more than {MAX_SKIPPED_BYTES // 2**20} MiB, and a row may have "
             f"{MAX_ROW_BYTES // 2**20} MiB: the file lacks the breaks between its rows"
         )
 
@@ -83,18 +83,18 @@ def _chunks(
     size_of: Callable[[Any], int] = len,
 ) -> Iterator[Chunk]:
     """Yield numbered items in chunks. Blank lines are none; chunks count them."""
-    some, size, blank = list[tuple[int, Any]](), 0, 0
+    batch, size, blank = list[tuple[int, Any]](), 0, 0
     for number, item in items:
         if isinstance(item, bytes) and not item.strip():
             blank += 1
             continue
-        some.append((number, item))
+        batch.append((number, item))
         size += size_of(item)
-        if len(some) >= rows_per_chunk or size >= CHUNK_BYTES:
-            yield Unparsed(tuple(some), parse, blank)
-            some, size, blank = [], 0, 0
-    if some or blank:
-        yield Unparsed(tuple(some), parse, blank)
+        if len(batch) >= rows_per_chunk or size >= CHUNK_BYTES:
+            yield Unparsed(tuple(batch), parse, blank)
+            batch, size, blank = [], 0, 0
+    if batch or blank:
+        yield Unparsed(tuple(batch), parse, blank)
 
 
 def read_jsonl(path: Path, *, rows_per_chunk: int) -> Iterator[Chunk]:
@@ -131,26 +131,26 @@ def _first_line_is_whole(path: Path) -> bool:
 
 
 def _elements(text: str) -> Iterator[Row | BrokenRow]:
-    sign, place = _next_sign(text, 0)
+    sign, position = _next_sign(text, 0)
     if sign != "[":
         raise UnreadableError(
             "it holds no JSON array of objects; one object a line is a .jsonl file"
         )
     number = 0
-    sign, place = _next_sign(text, place + 1)
+    sign, position = _next_sign(text, position + 1)
     while sign != "]":
         number += 1
         try:
-            value, end = parse_json_at(text, place)
+            value, end = parse_json_at(text, position)
         except (ValueError, RecursionError) as error:
             raise UnreadableError(f"broken JSON in row {number}: {error}") from None
-        yield _element(number, value, text[place:end])
-        sign, place = _next_sign(text, end)
+        yield _element(number, value, text[position:end])
+        sign, position = _next_sign(text, end)
         if sign == ",":
-            sign, place = _next_sign(text, place + 1)
+            sign, position = _next_sign(text, position + 1)
         elif sign != "]":
             raise UnreadableError(f"broken JSON after row {number}: no comma")
-    if _next_sign(text, place + 1)[0]:
+    if _next_sign(text, position + 1)[0]:
         raise UnreadableError(f"more text follows the array of {number} rows")
 
 

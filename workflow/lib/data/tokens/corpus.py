@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from workflow.lib.data.encoding.chat_messages import Conversation
 from workflow.lib.data.encoding.chat_template import keys_in_template
-from workflow.lib.data.encoding.keys_read import KeyAccount
+from workflow.lib.data.encoding.keys_read import KeyAudit
 from workflow.lib.data.encoding.preference_rows import begin_judged, to_judged
 from workflow.lib.data.encoding.row_formats import plain, to_sample
 from workflow.lib.data.encoding.sample_encoder import SampleEncoder
@@ -194,7 +194,7 @@ def make_encoder(encoding: Encoding) -> Callable[[ChunkTask], tuple[int, Path]]:
     settings, encoder = encoding.settings, encoding.encoder
     template_keys = keys_in_template(encoding.chat_template or "")
     accounts = [
-        KeyAccount(
+        KeyAudit(
             template_keys=template_keys,
             leave_out=settings.leave_out,
             omit_media=settings.media == "omit",

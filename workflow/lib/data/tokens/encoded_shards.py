@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from workflow.lib.data.encoding.keys_read import KeyAccount
+from workflow.lib.data.encoding.keys_read import KeyAudit
 from workflow.lib.data.encoding.preference_rows import prompt_of
 from workflow.lib.data.encoding.row_values import RowError, UnwantedRowError, kind
 from workflow.lib.data.encoding.sample_encoder import Encoded, Note
@@ -77,7 +77,7 @@ class ShardFacts:
     first_reasons: list[str] = field(default_factory=list)  # of unusable rows
     needed_tokens: int = 0  # `seq_len` that holds all rows of which nothing could be trained
     columns: list[str] = field(default_factory=list)
-    """As `not_read`: `KeyAccount.report`."""
+    """As `not_read`: `KeyAudit.report`."""
     not_read: dict[str, int] = field(default_factory=dict)
     checksums: dict[str, int] = field(default_factory=dict)  # CRC-32 of each array
 
@@ -190,7 +190,7 @@ def encode_rows(
     rows: Sequence[Row | BrokenRow],
     *,
     begin: Callable[[Row], Begun],
-    keys: KeyAccount,
+    keys: KeyAudit,
     seq_len: int,
     overlong: Overlong,
     stem: Path,

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from workflow.lib.data.encoding.sample_encoder import SampleEncoder
-from workflow.lib.data.encoding.tokenizer import known_tokens, tokenizer_sha256
+from workflow.lib.data.encoding.tokenizer import num_usable_tokens, tokenizer_sha256
 from workflow.lib.data.tokens.corpus import Corpus, Encoding
 from workflow.lib.data.tokens.encoded_shards import ROW_COUNTS
 from workflow.lib.data.tokens.splits import BLOCK, Numbers, Split, documents_by_source
@@ -93,7 +93,7 @@ def tokenizer_facts(
     """Return vocabulary size, special ids and digests; eos pads the rows where the model knows no
     pad token."""
     pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
-    known = known_tokens(tokenizer, folder)
+    known = num_usable_tokens(tokenizer, folder)
     if pad is not None and pad >= known:
         pad = None
     return {
