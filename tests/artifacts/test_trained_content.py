@@ -3,7 +3,7 @@
 import pytest
 
 from workflow.lib.artifacts.trained_content import input_digests, trained_content
-from workflow.lib.model.architecture.model_files import ADAPTER_WEIGHTS
+from workflow.lib.checkpoints.files.model_files import ADAPTER_WEIGHTS
 from workflow.lib.system.files import (
     file_sha256,
     provenance,

@@ -12,15 +12,15 @@ from tests.support.built_models import built_model
 from tests.support.distributed import run_in_group
 from tests.support.models import adapted, quantized, random_store, tiny_llama
 from tests.support.plans import make_plan
+from workflow.lib.checkpoints.decoder_layers import decoder_layers
+from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.distributed.fsdp import forward_only
 from workflow.lib.distributed.weight_checks import local_bytes, mismatched_tensors
 from workflow.lib.model.architecture.layer_choice import recomputed_layers
-from workflow.lib.model.decoder_layers import decoder_layers
 from workflow.lib.model.layers.nf4_linear import nf4_linears
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.nf4_model import build_on_meta, local, local_range
 from workflow.lib.model.recomputation import checkpoint_activations_
-from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.settings.config import LoraSettings, RunConfig
 from workflow.lib.system.errors import UserError
 from workflow.lib.training.startup_checks import startup_checks

@@ -14,6 +14,7 @@ from transformers import GenerationConfig
 from tests.support.models import VOCAB, quantized, tiny_llama, write_shards
 from tests.support.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from workflow.lib.artifacts.manifest_record import ConversationFacts
+from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.data.encoding.probes import PROBE
 from workflow.lib.data.encoding.sample_encoder import SampleEncoder
 from workflow.lib.data.encoding.tokenizer import load_tokenizer
@@ -31,7 +32,6 @@ from workflow.lib.export.adapter_files import (
     write_merged,
 )
 from workflow.lib.export.packed_stacks import dequantized_weight
-from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.settings.config import ExportConfig, ModelConfig
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import read_checked_json, read_json, write_checked_json, write_json

@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM
 from tests.support.families import FamilyCase
 from tests.support.mixtures import MIXTURES, tiny_mixture
 from tests.support.models import decoded_by_hand, quantized
+from workflow.lib.checkpoints.expert_stacks import expert_stacks
+from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.export.adapter_files import merged_tensors, save_adapter
 from workflow.lib.export.packed_stacks import (
     PREFIX,
@@ -24,9 +26,7 @@ from workflow.lib.export.packed_stacks import (
 )
 from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, load_base
 from workflow.lib.model.architecture.adapter_targets import adapter_scale
-from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.model.nf4_model import build_on_meta
-from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.quantization.nf4_checkpoint import quantizable_linears
 from workflow.lib.system.files import read_json
 

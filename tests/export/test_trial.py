@@ -5,10 +5,10 @@ import logging
 import pytest
 
 from tests.support.families import FAMILIES, by_kind, tiny_family
+from workflow.lib.checkpoints.converted_reader import ConvertedReader
 from workflow.lib.export import trial
 from workflow.lib.export.trial import try_exports
 from workflow.lib.model.describe_model import describe_folder
-from workflow.lib.model.published.converted_reader import ConvertedReader
 from workflow.lib.system.errors import UserError
 
 

@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.families import GEMMA4, MOE, tiny_family, tiny_model
 from tests.support.models import adapted, quantized, tiny_llama
+from workflow.lib.checkpoints.files.config_file import read_config
 from workflow.lib.export.stock_models import load_base
-from workflow.lib.model.architecture.config_file import read_config
 from workflow.lib.model.architecture.model_shape import shape_of_document
 from workflow.lib.model.describe_model import describe_config, describe_folder
 from workflow.lib.system.errors import UserError

@@ -8,6 +8,7 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from tests.support.families import tiny_family
 from tests.support.models import adapted, quantized, tiny_llama
+from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.model.layers.nf4_linear import NF4Linear, nf4_linears
 from workflow.lib.model.nf4_model import (
     build_nf4_on_meta,
@@ -15,7 +16,6 @@ from workflow.lib.model.nf4_model import (
     load_weights_,
     materialize_,
 )
-from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.system.errors import UserError
 
 CPU = torch.device("cpu")

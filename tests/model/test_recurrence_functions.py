@@ -14,7 +14,7 @@ from tests.support.families import tiny_family
 from tests.support.models import quantized
 from tests.support.other_decoders import config_of
 from tests.support.plans import make_plan
-from workflow.lib.model.decoder_layers import decoder_layers
+from workflow.lib.checkpoints.decoder_layers import decoder_layers
 from workflow.lib.model.nf4_model import build_nf4_on_meta
 from workflow.lib.model.prepared_decoder import OneByOne
 from workflow.lib.model.tried_classes.called_functions import call_ours_

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from workflow.lib.model.decoder_layers import decoder_layers
+from workflow.lib.checkpoints.decoder_layers import decoder_layers
 from workflow.lib.model.tried_classes.rotary_functions import Form, rotary_form, rotate_by_kernel_
 
 

@@ -21,7 +21,7 @@ STAGES = [path.stem for path in RULES if path.suffix == ".smk" and path.stem not
 OPEN_TO_RULES = (
     "artifacts",
     "evaluation.task_files",
-    "model.architecture.model_files",
+    "checkpoints.files.model_files",
     "planning.machine",
     "planning.preflight.cluster_request",
     "planning.preflight.checks",

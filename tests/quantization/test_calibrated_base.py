@@ -16,10 +16,10 @@ from tests.support.families import FAMILIES, VOCAB, by_kind
 from tests.support.mixtures import tiny_mixture
 from tests.support.models import quantized
 from tests.support.token_arrays import token_arrays
+from workflow.lib.checkpoints.converted_reader import ConvertedReader
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.export.stock_models import load_base
 from workflow.lib.model.nf4_model import auto_class, build_on_meta
-from workflow.lib.model.published.converted_reader import ConvertedReader
 from workflow.lib.quantization import calibrated_base
 from workflow.lib.quantization.calibrated_base import (
     BATCH_TOKENS,

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tests.support.mixtures import tiny_mixture
-from workflow.lib.model.layers.expert_stacks import experts_modules
+from workflow.lib.checkpoints.expert_stacks import experts_modules
 from workflow.lib.model.nf4_model import build_on_meta
 from workflow.lib.quantization import calibrated_experts
 from workflow.lib.quantization.calibrated_experts import loaded_stacks, quantize_experts

@@ -19,8 +19,8 @@ from tests.support.families import (
     tiny_model,
 )
 from tests.support.models import tiny_llama
+from workflow.lib.checkpoints.converted_reader import ConvertedReader
 from workflow.lib.model.nf4_model import auto_class, build_on_meta
-from workflow.lib.model.published.converted_reader import ConvertedReader
 from workflow.lib.quantization.layer_stream import Batch, LayerStream, attention_of
 from workflow.lib.system.errors import UserError
 

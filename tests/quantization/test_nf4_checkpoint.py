@@ -12,13 +12,13 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from tests.support.mixtures import tiny_mixture
 from tests.support.models import VOCAB, quantized, tiny_llama
 from tests.support.tiny import tiny_tokenizer
+from workflow.lib.checkpoints.converted_reader import ConvertedReader
+from workflow.lib.checkpoints.loading import check_loading
+from workflow.lib.checkpoints.safetensors_reader import INDEX, CheckpointReader
 from workflow.lib.export.stock_models import load_base
 from workflow.lib.kernels.nf4.decode import decoded
 from workflow.lib.model.describe_model import describe_folder
 from workflow.lib.model.nf4_model import build_on_meta
-from workflow.lib.model.published.converted_reader import ConvertedReader
-from workflow.lib.model.published.loading import check_loading
-from workflow.lib.model.safetensors_reader import INDEX, CheckpointReader
 from workflow.lib.quantization.nf4_checkpoint import (
     ShardWriter,
     check_model,

@@ -8,10 +8,10 @@ from transformers import AutoModelForCausalLM
 from tests.support.mixtures import MIXTURES, tiny_mixture
 from tests.support.models import quantized
 from tests.support.refusals import refusal
-from workflow.lib.model.layers.expert_stacks import expert_stacks
+from workflow.lib.checkpoints.converted_reader import ConvertedReader
+from workflow.lib.checkpoints.expert_stacks import expert_stacks
+from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.model.nf4_model import build_config_on_meta, build_on_meta
-from workflow.lib.model.published.converted_reader import ConvertedReader
-from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.quantization import nf4_codes
 from workflow.lib.quantization.nf4_checkpoint import check_model, quantizable_linears
 from workflow.lib.quantization.nf4_codes import check_blocks, quantize_stack

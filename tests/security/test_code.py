@@ -14,11 +14,11 @@ import torch
 
 from tests.support.models import tiny_llama
 from tests.support.tiny import tiny_tokenizer
+from workflow.lib.checkpoints.loaded_files import loaded_tensors
+from workflow.lib.checkpoints.safetensors_reader import shard_of_tensor
 from workflow.lib.data.encoding.tokenizer import load_tokenizer
 from workflow.lib.model.describe_model import describe_folder
 from workflow.lib.model.nf4_model import build_on_meta
-from workflow.lib.model.published.loaded_files import loaded_tensors
-from workflow.lib.model.safetensors_reader import shard_of_tensor
 from workflow.lib.system.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,8 +10,8 @@ from tests.stages.test_quantize_calibrated import CPU, quantize
 from tests.support.mixtures import tiny_mixture
 from tests.support.tiny import tiny_tokenizer
 from tests.support.tokenizing import Stage
+from workflow.lib.checkpoints.expert_stacks import expert_stacks
 from workflow.lib.export.stock_models import load_base
-from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import read_checked_json
 

@@ -12,11 +12,11 @@ from tests.support.families import FAMILIES
 from tests.support.measurements import all_lines, sizes_of
 from tests.support.pages import DOCS, with_part
 from workflow.benchmark.cases import BenchmarkConfig, model_config
-from workflow.lib.model.architecture.attention_needs import attention_needs
-from workflow.lib.model.decoder_layers import decoder_layers, drop_other_parts_
+from workflow.lib.checkpoints.decoder_layers import decoder_layers, drop_other_parts_
+from workflow.lib.checkpoints.expert_stacks import experts_modules
+from workflow.lib.checkpoints.files.attention_needs import attention_needs
 from workflow.lib.model.fusion.fuse_layers import fuse_layers_
 from workflow.lib.model.layers.adapter_dropout import AdapterState
-from workflow.lib.model.layers.expert_stacks import experts_modules
 from workflow.lib.model.nf4_model import auto_class
 from workflow.lib.model.prepared_decoder import separate_documents_
 from workflow.lib.system.compute_choice import automatic_attention

@@ -27,6 +27,11 @@ from tests.support.plans import make_plan
 from tests.support.rounding import allowed, lost
 from tests.support.stock_training import save_run
 from tests.support.token_arrays import token_arrays
+from workflow.lib.checkpoints.converted_reader import ConvertedReader
+from workflow.lib.checkpoints.decoder_layers import other_parts
+from workflow.lib.checkpoints.expert_stacks import expert_stacks
+from workflow.lib.checkpoints.files.stack_names import StackNames
+from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.world import World
 from workflow.lib.export.adapter_files import (
@@ -43,15 +48,12 @@ from workflow.lib.export.packed_stacks import (
     without_stacks,
 )
 from workflow.lib.model import prepared_decoder
-from workflow.lib.model.architecture.stack_names import StackNames
 from workflow.lib.model.backends import (
     read_attention_needs,
     resolve_attention,
     resolve_training_attention,
 )
-from workflow.lib.model.decoder_layers import other_parts
 from workflow.lib.model.documents import Documents, documents_of
-from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.model.layers.lora_linear import VALUES, FusedLoraLinear
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.nf4_model import (
@@ -62,8 +64,6 @@ from workflow.lib.model.nf4_model import (
     read_specs,
     say_quantized_,
 )
-from workflow.lib.model.published.converted_reader import ConvertedReader
-from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.settings.config import ExportConfig, LoraSettings, RunConfig, TrainConfig
 from workflow.lib.system.errors import UserError

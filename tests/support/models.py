@@ -13,10 +13,13 @@ from safetensors.torch import save_file
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tests.support.token_arrays import token_arrays
+from workflow.lib.checkpoints.converted_reader import ConvertedReader
+from workflow.lib.checkpoints.expert_stacks import expert_stacks
+from workflow.lib.checkpoints.loading import check_loading
+from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.sharded_files import piece_of, write_sharded
 from workflow.lib.model.fusion.fuse_layers import fuse_layers_
-from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.model.layers.nf4_linear import NF4Linear
 from workflow.lib.model.lora import init_adapters_, inject_adapters
 from workflow.lib.model.nf4_model import (
@@ -26,9 +29,6 @@ from workflow.lib.model.nf4_model import (
     materialize_,
     read_specs,
 )
-from workflow.lib.model.published.converted_reader import ConvertedReader
-from workflow.lib.model.published.loading import check_loading
-from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.quantization.nf4_checkpoint import (
     ShardWriter,

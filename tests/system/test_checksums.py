@@ -7,8 +7,8 @@ from unittest import mock
 import pytest
 
 from tests.support.distributed import run_in_group
+from workflow.lib.checkpoints.safetensors_reader import shard_of_tensor
 from workflow.lib.distributed.work_sharing import check_recorded
-from workflow.lib.model.safetensors_reader import shard_of_tensor
 from workflow.lib.system import checksums
 from workflow.lib.system.checksums import (
     check_files,

@@ -12,7 +12,7 @@ from tests.support.distributed import run_in_group
 from tests.support.models import adapted, base_fixture, quantized, random_store, tiny_llama
 from tests.support.plans import make_plan
 from tests.support.refusals import refusal
-from workflow.lib.model.decoder_layers import decoder_layers
+from workflow.lib.checkpoints.decoder_layers import decoder_layers
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.loss.chunked_loss import OutputHead
 from workflow.lib.settings.config import LoraSettings, ModelConfig, RunConfig

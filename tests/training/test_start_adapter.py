@@ -18,8 +18,8 @@ from tests.support.models import quantized, random_store, tiny_llama
 from tests.support.plans import make_plan
 from tests.support.refusals import refusal
 from tests.support.stock_training import stock_loss
+from workflow.lib.checkpoints.files.adapter_config import adapter_settings, read_adapter_config
 from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, load_base
-from workflow.lib.model.architecture.adapter_config import adapter_settings, read_adapter_config
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.settings.config import RunConfig, TrainConfig
 from workflow.lib.settings.schedule import step_rows

@@ -9,8 +9,8 @@ from transformers import AutoModelForImageTextToText
 from tests.support.families import tiny_family
 from tests.support.tiny import VOCAB_SIZE, tiny_tokenizer
 from tests.support.workflow_project import executed, make_project
+from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.data.tokens.token_store import TokenStore
-from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.system.files import read_json
 
 PROCESSOR = "preprocessor_config.json"

@@ -14,8 +14,8 @@ import yaml
 from pydantic import Field, model_validator
 
 from workflow.benchmark.random_pairs import packed, random_pairs
+from workflow.lib.checkpoints.files.config_file import read_bounded, text_part
 from workflow.lib.data.reading.sources import unexpanded
-from workflow.lib.model.architecture.config_file import read_bounded, text_part
 from workflow.lib.model.architecture.shipped_shapes import known_config, nearest_models
 from workflow.lib.settings.config import NOT_VALID, RunConfig, load_config, validated
 from workflow.lib.settings.overrides import merge

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from workflow.lib.checkpoints.expert_stacks import expert_stacks
 from workflow.lib.data.tokens.token_store import TokenStore
-from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.model.nf4_model import build_on_meta, stored_buffers
 from workflow.lib.quantization.nf4_checkpoint import (
     SHARD_BYTES,

@@ -28,7 +28,7 @@ from workflow.lib.artifacts.stage_logs import ERRORS_FROM_LOG, FailedJobs, from_
 from workflow.lib.artifacts.starts import with_starts
 from workflow.lib.artifacts.trained_content import check_records, trained_content
 from workflow.lib.evaluation.task_files import refuse_code
-from workflow.lib.model.architecture.model_files import (
+from workflow.lib.checkpoints.files.model_files import (
     MODEL_PATTERNS,
     TOKENIZER_PATTERNS,
 )

@@ -16,6 +16,11 @@ from workflow.lib.artifacts.manifest_record import ConversationFacts
 from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.records import Parity
 from workflow.lib.artifacts.training_record import Summary
+from workflow.lib.checkpoints.converted_reader import ConvertedReader
+from workflow.lib.checkpoints.decoder_layers import other_parts
+from workflow.lib.checkpoints.expert_stacks import expert_stacks
+from workflow.lib.checkpoints.files.stack_names import StackNames
+from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.distributed.work_sharing import check_recorded
 from workflow.lib.export.adapter_files import (
     check_conversations,
@@ -29,18 +34,13 @@ from workflow.lib.export.packed_stacks import merged_stacks, without_stacks
 from workflow.lib.export.parity import compare_logits
 from workflow.lib.export.peft_folder import Trained, write_peft_folder
 from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, load_adapter, load_base
-from workflow.lib.model.architecture.stack_names import StackNames
 from workflow.lib.model.backends import (
     choose_device,
     read_attention_needs,
     resolve_attention,
     resolve_dtype,
 )
-from workflow.lib.model.decoder_layers import other_parts
-from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.model.nf4_model import build_on_meta
-from workflow.lib.model.published.converted_reader import ConvertedReader
-from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.settings.config import RunConfig
 from workflow.lib.system.artifact_files import read_artifact
 from workflow.lib.system.checksums import (

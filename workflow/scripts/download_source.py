@@ -12,10 +12,10 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from workflow.lib.checkpoints.files.adapter_config import check_continued
+from workflow.lib.checkpoints.files.config_file import read_config
+from workflow.lib.checkpoints.files.model_files import ADAPTER
 from workflow.lib.data.reading import hub_download as hub
-from workflow.lib.model.architecture.adapter_config import check_continued
-from workflow.lib.model.architecture.config_file import read_config
-from workflow.lib.model.architecture.model_files import ADAPTER
 from workflow.lib.planning.preflight.checks import CHECKS_HELP, check_models
 from workflow.lib.system.environment import importing
 from workflow.lib.system.files import write_checked_json

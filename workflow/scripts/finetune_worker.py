@@ -23,12 +23,12 @@ from workflow.lib.artifacts.preflight_record import Preflight
 from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.trained_content import input_digests
 from workflow.lib.artifacts.training_record import Check, Step
+from workflow.lib.checkpoints.files.model_files import ADAPTER
 from workflow.lib.data.tokens.token_store import MANIFEST, TokenStore, recorded_arrays
 from workflow.lib.distributed.heartbeat import FIRST_PASS_S, JOIN_S, JOINING, Pulse
 from workflow.lib.distributed.stop_signals import StopRequest
 from workflow.lib.distributed.world import World, largest_of_all, process_group
 from workflow.lib.export.parity import save_logits, trained_logits
-from workflow.lib.model.architecture.model_files import ADAPTER
 from workflow.lib.model.experts.router_balance import accumulated
 from workflow.lib.scores.store import ScoreStore, recorded_scores
 from workflow.lib.settings.config import RunConfig

@@ -17,14 +17,14 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from workflow.lib.artifacts.records import CalibrationFacts, Provenance, Quantization
+from workflow.lib.checkpoints.converted_reader import ConvertedReader
+from workflow.lib.checkpoints.expert_stacks import expert_stacks
+from workflow.lib.checkpoints.files.config_file import read_bounded
+from workflow.lib.checkpoints.files.quantization_settings import said_of_quantization
+from workflow.lib.checkpoints.loading import check_loading
 from workflow.lib.data.tokens.token_store import MANIFEST, TokenStore, recorded_arrays
-from workflow.lib.model.architecture.config_file import read_bounded
-from workflow.lib.model.architecture.quantization_settings import said_of_quantization
 from workflow.lib.model.backends import choose_device, resolve_dtype
-from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.model.nf4_model import auto_class, build_on_meta
-from workflow.lib.model.published.converted_reader import ConvertedReader
-from workflow.lib.model.published.loading import check_loading
 from workflow.lib.planning.model_sizes import Method, chosen_method
 from workflow.lib.quantization.calibrated_base import CalibrationInputs, write_calibrated
 from workflow.lib.quantization.nf4_checkpoint import (

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 
+from workflow.lib.checkpoints.files.model_files import ADAPTER
 from workflow.lib.data.tokens.token_store import TokenStore, recorded_arrays
 from workflow.lib.distributed.heartbeat import FIRST_PASS_S
 from workflow.lib.distributed.work_sharing import (
@@ -27,7 +28,6 @@ from workflow.lib.distributed.work_sharing import (
     main_first,
 )
 from workflow.lib.evaluation.evaluated_models import SETTINGS_FILES, Loading, source_files
-from workflow.lib.model.architecture.model_files import ADAPTER
 from workflow.lib.model.backends import (
     choose_device,
     read_attention_needs,

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 
 from tests.data.reading.test_data_file import MAKERS
 from tests.support.encoding import TOOL_TEMPLATE
+from workflow.lib.checkpoints.loaded_files import loaded_tensors
+from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.data.encoding.keys_read import KeyAudit
 from workflow.lib.data.encoding.preference_rows import begin_judged, to_judged
 from workflow.lib.data.encoding.row_columns import FORMATS
@@ -24,8 +26,6 @@ from workflow.lib.data.encoding.row_values import RowError
 from workflow.lib.data.encoding.sample_encoder import SampleEncoder
 from workflow.lib.data.reading.chunks import BrokenRow, Row
 from workflow.lib.data.reading.data_file import read_rows
-from workflow.lib.model.published.loaded_files import loaded_tensors
-from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.settings.config import DataColumns
 from workflow.lib.system.errors import UserError
 

@@ -11,11 +11,11 @@ from safetensors.numpy import load_file, save_file
 
 from tests.support.mixtures import MIXTURES, tiny_mixture
 from tests.support.preflight_examples import TINY, tensor_shapes, write_checkpoint
+from workflow.lib.checkpoints.files.safetensors_headers import read_headers
+from workflow.lib.checkpoints.loaded_files import loaded_tensors
 from workflow.lib.model.architecture import config_file, safetensors_headers
 from workflow.lib.model.architecture.model_shape import shape_of_document
-from workflow.lib.model.architecture.safetensors_headers import read_headers
 from workflow.lib.model.describe_model import describe_config, describe_folder
-from workflow.lib.model.published.loaded_files import loaded_tensors
 from workflow.lib.system.errors import UserError
 
 

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.stacks import packed_stack
+from workflow.lib.checkpoints.expert_stacks import experts_modules, matmul_names
 from workflow.lib.kernels.experts import grouped_matmul as grouped_products
 from workflow.lib.kernels.experts.gates import GateForm
 from workflow.lib.model.experts import expert_matmul as expert_products
@@ -19,7 +20,6 @@ from workflow.lib.model.experts import fused_experts
 from workflow.lib.model.experts.expert_matmul import FusedLoraStack, value
 from workflow.lib.model.experts.fused_experts import FusedExperts
 from workflow.lib.model.layers import nf4_stack
-from workflow.lib.model.layers.expert_stacks import experts_modules, matmul_names
 from workflow.lib.model.layers.frozen_matmul import MatmulPrecision
 from workflow.lib.model.layers.lora_linear import ADAPTER
 from workflow.lib.model.layers.nf4_linear import NF4Linear

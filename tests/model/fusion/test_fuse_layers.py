@@ -6,7 +6,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from tests.support.families import FAMILIES, FamilyCase
-from workflow.lib.model.decoder_layers import decoder_layers
+from workflow.lib.checkpoints.decoder_layers import decoder_layers
 from workflow.lib.model.fused_feed_forward import Form, FusedFeedForward
 from workflow.lib.model.fusion.fuse_layers import feed_forward_form
 

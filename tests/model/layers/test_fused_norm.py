@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.families import FAMILIES
 from tests.support.kernel_cases import NORMS, exact_norm, norm_module
-from workflow.lib.model.decoder_layers import decoder_layers
+from workflow.lib.checkpoints.decoder_layers import decoder_layers
 from workflow.lib.model.fusion.fuse_layers import fuse_layer_, fuse_layers_
 from workflow.lib.model.layers.fused_norm import FusedNorm
 

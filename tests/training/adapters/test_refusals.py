@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.export.adapter_files import merged_tensors
 from workflow.lib.model.nf4_model import build_nf4_on_meta
-from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.model.trained_modules import unfreeze_
 from workflow.lib.settings.config import LoraSettings
 from workflow.lib.system.errors import UserError

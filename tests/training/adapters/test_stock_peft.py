@@ -24,10 +24,10 @@ from tests.support.adapter_kinds import (
 )
 from tests.support.distributed import run_in_group
 from tests.support.stock_training import stock, stock_peft
+from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.export.adapter_files import merged_tensors, read_sharded_adapter
 from workflow.lib.export.parity import compare_logits
 from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, load_adapter, load_base
-from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.model.trained_modules import ROWS_TENSOR
 from workflow.lib.system.files import read_json
 

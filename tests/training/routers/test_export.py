@@ -11,13 +11,13 @@ from tests.support.family_runs import merge
 from tests.support.mixtures import MIXTURES, MORE_MIXTURES, tiny_mixture
 from tests.support.models import quantized
 from tests.support.router_runs import CPU, config, router, single_documents, train
+from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.export.adapter_files import read_sharded_adapter, save_adapter, with_corrections
 from workflow.lib.export.packed_stacks import exported_config, exported_names
 from workflow.lib.export.parity import compare_logits
 from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, load_adapter, load_base
 from workflow.lib.model.architecture.routers import CORRECTION
 from workflow.lib.model.nf4_model import build_on_meta
-from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.system.files import read_json
 
 IDS = torch.arange(3, 40)[None]

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from workflow.lib.checkpoints.files.model_files import ADAPTER, ADAPTER_WEIGHTS
 from workflow.lib.data.reading.sources import resolve_splits
 from workflow.lib.data.tokens.token_store import ARRAYS, MANIFEST
-from workflow.lib.model.architecture.model_files import ADAPTER, ADAPTER_WEIGHTS
 from workflow.lib.settings.config import ReportConfig, RunConfig, Section, is_hub_id
 from workflow.lib.settings.effects import Affects
 from workflow.lib.settings.evaluate import LLAMA_CPP_RELEASE

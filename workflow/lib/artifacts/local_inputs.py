@@ -4,13 +4,13 @@ import re
 from pathlib import Path
 
 from workflow.lib.artifacts.layout import SERVING
-from workflow.lib.data.reading.sources import resolve_splits, unexpanded
-from workflow.lib.model.architecture.model_files import (
+from workflow.lib.checkpoints.files.model_files import (
     TEKKEN,
     fault_of_files,
     fault_of_tokenizer,
     named_weights,
 )
+from workflow.lib.data.reading.sources import resolve_splits, unexpanded
 from workflow.lib.settings.config import RunConfig, is_hub_id, path_exists
 from workflow.lib.settings.evaluate import CONVERTER
 from workflow.lib.system.errors import UserError, setting_error

@@ -14,7 +14,7 @@ from typing import Any
 
 from workflow.lib.artifacts import layout
 from workflow.lib.artifacts.local_inputs import check_path
-from workflow.lib.model.architecture.model_files import (
+from workflow.lib.checkpoints.files.model_files import (
     ADAPTER,
     ADAPTER_WEIGHTS,
     CONFIG,

@@ -11,15 +11,15 @@ from pathlib import Path
 
 from workflow.lib.artifacts import layout
 from workflow.lib.artifacts.local_inputs import check_path
-from workflow.lib.data.reading.sources import unexpanded
-from workflow.lib.model.architecture.adapter_config import (
+from workflow.lib.checkpoints.files.adapter_config import (
     adapter_settings,
     check_continued,
     check_rows,
     continued,
     read_adapter_config,
 )
-from workflow.lib.model.architecture.model_files import ADAPTER, fault_of_adapter
+from workflow.lib.checkpoints.files.model_files import ADAPTER, fault_of_adapter
+from workflow.lib.data.reading.sources import unexpanded
 from workflow.lib.settings.config import RunConfig, is_hub_id, path_exists
 from workflow.lib.system.errors import UserError, setting_error
 

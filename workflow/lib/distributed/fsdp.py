@@ -25,8 +25,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from transformers import PreTrainedModel
 
+from workflow.lib.checkpoints.decoder_layers import decoder_layers
 from workflow.lib.distributed.vocabulary_parallel import share_vocabulary_
-from workflow.lib.model.decoder_layers import decoder_layers
 from workflow.lib.model.training_module import CausalLMForTraining
 
 # State of a running forward or backward, and its values between micro-batches, by owner. torch 2.11

@@ -18,13 +18,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from workflow.lib.checkpoints.decoder_layers import decoder_layers
+from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.distributed.vocabulary_parallel import ALL_GATHER
 from workflow.lib.distributed.weight_checks import different_parts, names_of_all
 from workflow.lib.distributed.world import World
-from workflow.lib.model.decoder_layers import decoder_layers
 from workflow.lib.model.layers.nf4_linear import NF4Linear, nf4_linears
 from workflow.lib.model.nf4_model import checkpoint_name, read_bytes
-from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.system.device_types import GPUS
 
 ALIGNMENT = 512  # bytes; of every part in its layer's buffer, and of the slices

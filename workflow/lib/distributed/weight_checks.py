@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
+from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.distributed.world import World
 from workflow.lib.model.architecture.vocabulary_slices import vocabulary_slices
 from workflow.lib.model.layers.nf4_linear import NF4Linear, nf4_linears
@@ -19,7 +20,6 @@ from workflow.lib.model.nf4_model import (
     read_bytes,
     stored_buffers,
 )
-from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.model.trained_modules import write_rows_
 from workflow.lib.model.training_module import CausalLMForTraining
 

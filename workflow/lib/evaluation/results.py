@@ -22,6 +22,7 @@ from workflow.lib.artifacts.evaluation_record import (
 )
 from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.records import CalibrationFacts, Interval, Provenance, Quantization
+from workflow.lib.checkpoints.safetensors_reader import QUANTIZATION
 from workflow.lib.evaluation.questions import Measurement, Questions
 from workflow.lib.evaluation.rewards import (
     objective_record,
@@ -36,7 +37,6 @@ from workflow.lib.evaluation.task_scores import (
     loss_fields,
     task_differences,
 )
-from workflow.lib.model.safetensors_reader import QUANTIZATION
 from workflow.lib.settings.subjects import REFERENCES, SUBJECT_LABELS, SUBJECTS, SubjectName
 from workflow.lib.system.redaction import public_name, redacted
 

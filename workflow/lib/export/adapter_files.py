@@ -13,6 +13,8 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from workflow.lib.artifacts.manifest_record import ConversationFacts, Probe
+from workflow.lib.checkpoints.files.stack_names import PREFIX
+from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.data.encoding.chat_template import with_fixed_date
 from workflow.lib.data.encoding.tokenizer import (
     DEFAULT_TEMPLATE,
@@ -25,9 +27,7 @@ from workflow.lib.distributed.sharded_files import DamagedError, read_whole
 from workflow.lib.export.packed_stacks import dequantized_weight
 from workflow.lib.model.architecture.adapter_targets import adapter_scale
 from workflow.lib.model.architecture.routers import CORRECTION
-from workflow.lib.model.architecture.stack_names import PREFIX
 from workflow.lib.model.layers.nf4_linear import STATE_SUFFIX
-from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.model.trained_modules import ROWS_TENSOR, TRAINED_ROWS
 from workflow.lib.quantization.nf4_checkpoint import (
     ShardWriter,

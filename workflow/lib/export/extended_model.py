@@ -13,15 +13,15 @@ import torch
 from tokenizers import AddedToken
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from workflow.lib.checkpoints.converted_reader import ModuleNames
+from workflow.lib.checkpoints.files.config_file import text_part
+from workflow.lib.checkpoints.files.model_files import WEIGHTS
+from workflow.lib.checkpoints.loading import is_tied
+from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.data.encoding.tokenizer import load_tokenizer
 from workflow.lib.export.adapter_files import write_merged, write_tokenizer
-from workflow.lib.model.architecture.config_file import text_part
-from workflow.lib.model.architecture.model_files import WEIGHTS
 from workflow.lib.model.host_embedding import other_tables
 from workflow.lib.model.nf4_model import build_on_meta
-from workflow.lib.model.published.converted_reader import ModuleNames
-from workflow.lib.model.published.loading import is_tied
-from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.model.trained_modules import TRAINED_ROWS
 from workflow.lib.quantization.nf4_checkpoint import read_settings
 from workflow.lib.settings.config import ExportConfig

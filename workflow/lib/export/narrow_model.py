@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
+from workflow.lib.checkpoints.decoder_layers import drop_other_parts_
+from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.export.peft_folder import Trained, save_exported
-from workflow.lib.model.decoder_layers import drop_other_parts_
 from workflow.lib.model.lora import adapter_config, inject_adapters, trainable_parameters
 from workflow.lib.model.nf4_model import auto_class, build_on_meta
-from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.quantization.nf4_checkpoint import (
     modules_in_16_bits,
     nf4_config,

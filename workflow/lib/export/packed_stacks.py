@@ -26,14 +26,14 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
+from workflow.lib.checkpoints.converted_reader import ConvertedReader, ModuleNames, is_by_expert
+from workflow.lib.checkpoints.expert_stacks import ExpertStack, expert_stacks
+from workflow.lib.checkpoints.files.stack_names import PREFIX, StackNames
+from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.kernels.nf4.decode import decoded
 from workflow.lib.model.architecture.adapter_targets import adapter_scale, by_pattern
-from workflow.lib.model.architecture.stack_names import PREFIX, StackNames
-from workflow.lib.model.layers.expert_stacks import ExpertStack, expert_stacks
 from workflow.lib.model.layers.nf4_linear import CHECKPOINT_SUFFIX, CODE_SUFFIX, STATE_SUFFIX
 from workflow.lib.model.nf4_model import HAS_ITS_VALUE
-from workflow.lib.model.published.converted_reader import ConvertedReader, ModuleNames, is_by_expert
-from workflow.lib.model.safetensors_reader import CheckpointReader
 
 
 def adapted_paths(adapter: Iterable[str]) -> set[str]:

@@ -9,6 +9,8 @@ import torch
 from transformers import PreTrainedModel
 
 from workflow.lib.artifacts.manifest_record import ConversationFacts
+from workflow.lib.checkpoints.files.stack_names import StackNames
+from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.export.adapter_files import (
     base_reference,
     check_conversations,
@@ -18,9 +20,7 @@ from workflow.lib.export.adapter_files import (
     write_generation_config,
 )
 from workflow.lib.export.packed_stacks import exported_config, exported_names
-from workflow.lib.model.architecture.stack_names import StackNames
 from workflow.lib.model.nf4_model import build_on_meta
-from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.settings.config import RunConfig
 from workflow.lib.system.files import write_checksums
 

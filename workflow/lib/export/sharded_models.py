@@ -16,12 +16,14 @@ import torch
 from peft import LoraConfig, PeftModel
 from transformers import GenerationConfig, PreTrainedModel
 
+from workflow.lib.checkpoints.converted_reader import ConvertedReader
+from workflow.lib.checkpoints.expert_stacks import expert_stacks
+from workflow.lib.checkpoints.files.stack_names import StackNames
+from workflow.lib.checkpoints.safetensors_reader import CheckpointReader, check_whole
 from workflow.lib.distributed.fsdp import shard_for_inference_
 from workflow.lib.distributed.world import World
 from workflow.lib.export.packed_stacks import stored_names, trained_targets
 from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, is_nf4, refuse_unmatched
-from workflow.lib.model.architecture.stack_names import StackNames
-from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.model.layers.rotary_by_length import rotate_by_call_alone_
 from workflow.lib.model.lora import adapted, trainable_parameters
 from workflow.lib.model.nf4_model import (
@@ -32,8 +34,6 @@ from workflow.lib.model.nf4_model import (
     local_range,
     materialize_,
 )
-from workflow.lib.model.published.converted_reader import ConvertedReader
-from workflow.lib.model.safetensors_reader import CheckpointReader, check_whole
 from workflow.lib.model.trained_modules import train_rows_, write_rows_
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import read_json

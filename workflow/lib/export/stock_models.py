@@ -32,6 +32,10 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
+from workflow.lib.checkpoints.decoded_reader import DecodedReader
+from workflow.lib.checkpoints.expert_stacks import expert_stacks
+from workflow.lib.checkpoints.files.quantization_settings import QUANTIZATION
+from workflow.lib.checkpoints.safetensors_reader import check_whole, open_whole
 from workflow.lib.export.packed_stacks import (
     linear_names,
     names_of_experts,
@@ -39,12 +43,8 @@ from workflow.lib.export.packed_stacks import (
     with_linears,
 )
 from workflow.lib.kernels.nf4.decode import decoded
-from workflow.lib.model.architecture.quantization_settings import QUANTIZATION
-from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.model.layers.rotary_by_length import rotate_by_call_alone_
 from workflow.lib.model.nf4_model import auto_class, build_on_meta
-from workflow.lib.model.published.decoded_reader import DecodedReader
-from workflow.lib.model.safetensors_reader import check_whole, open_whole
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.undocumented_interfaces import OF_MODELS, check_interfaces
 

@@ -11,6 +11,11 @@ from typing import Any
 
 import torch
 
+from workflow.lib.checkpoints.converted_reader import ConvertedReader
+from workflow.lib.checkpoints.decoder_layers import other_parts
+from workflow.lib.checkpoints.expert_stacks import expert_stacks
+from workflow.lib.checkpoints.loading import quiet_transformers, said_by
+from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.export.adapter_files import merged_tensors
 from workflow.lib.export.narrow_model import (
     narrow_,
@@ -23,12 +28,7 @@ from workflow.lib.export.packed_stacks import merged_stacks, without_stacks
 from workflow.lib.export.peft_folder import Trained
 from workflow.lib.export.stock_models import load_adapter, load_base
 from workflow.lib.model.architecture.model_shape import ModelShape
-from workflow.lib.model.decoder_layers import other_parts
-from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.model.nf4_model import build_on_meta
-from workflow.lib.model.published.converted_reader import ConvertedReader
-from workflow.lib.model.published.loading import quiet_transformers, said_by
-from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.quantization.nf4_checkpoint import write_plain_base
 from workflow.lib.scores.scoring import kept_logits
 from workflow.lib.settings.config import QuantizeConfig

@@ -9,8 +9,8 @@ import torch
 from transformers import CONFIG_MAPPING
 from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
 
+from workflow.lib.checkpoints.files.attention_needs import attention_needs
 from workflow.lib.kernels.attention import wide as wide_attention
-from workflow.lib.model.architecture.attention_needs import attention_needs
 from workflow.lib.system.compute_choice import (
     ASKED_FOR,
     FLASH,

@@ -14,23 +14,36 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from workflow.lib.model.architecture.attention_needs import attention_dropout
-from workflow.lib.model.architecture.config_file import (
+from workflow.lib.checkpoints.converted_reader import ConvertedReader, ModuleNames
+from workflow.lib.checkpoints.decoder_layers import decoder_layers, drop_other_parts_
+from workflow.lib.checkpoints.files.attention_needs import attention_dropout
+from workflow.lib.checkpoints.files.config_file import (
     check_bounds,
     read_bounded,
     read_config,
     text_part,
     with_infinities,
 )
-from workflow.lib.model.architecture.model_shape import FLOAT_BYTES, Linear, ModelShape
-from workflow.lib.model.architecture.quantization_settings import (
+from workflow.lib.checkpoints.files.quantization_settings import (
     QUANTIZATION,
     quantization_of,
     said_of_quantization,
     without_quantization,
 )
-from workflow.lib.model.architecture.safetensors_headers import read_headers, zeros_at_end
-from workflow.lib.model.decoder_layers import decoder_layers, drop_other_parts_
+from workflow.lib.checkpoints.files.safetensors_headers import (
+    FLOAT_BYTES,
+    read_headers,
+    zeros_at_end,
+)
+from workflow.lib.checkpoints.loaded_files import loaded_files
+from workflow.lib.checkpoints.loading import (
+    check_loading,
+    first_weight,
+    is_tied,
+    quiet_transformers,
+    said_by,
+)
+from workflow.lib.model.architecture.model_shape import Linear, ModelShape
 from workflow.lib.model.description import RECORDER, described_layers, recorded_layers
 from workflow.lib.model.experts.router_balance import family_coefficient
 from workflow.lib.model.host_embedding import other_tables
@@ -41,15 +54,6 @@ from workflow.lib.model.nf4_model import (
     build_on_meta,
     is_built,
     say_quantized_,
-)
-from workflow.lib.model.published.converted_reader import ConvertedReader, ModuleNames
-from workflow.lib.model.published.loaded_files import loaded_files
-from workflow.lib.model.published.loading import (
-    check_loading,
-    first_weight,
-    is_tied,
-    quiet_transformers,
-    said_by,
 )
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import file_sha256

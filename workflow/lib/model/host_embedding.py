@@ -13,8 +13,8 @@ from torch import nn
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
+from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.model.nf4_model import checkpoint_name
-from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.system.device_types import GPUS
 
 Rows = Callable[[torch.Tensor], torch.Tensor]

@@ -20,8 +20,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from workflow.lib.checkpoints.files.stack_names import PREFIX
+from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.model.architecture.adapter_targets import adapter_ranks
-from workflow.lib.model.architecture.stack_names import PREFIX
 from workflow.lib.model.experts.expert_matmul import FusedLoraStack
 from workflow.lib.model.layers.lora_linear import ADAPTER, FusedLoraLinear
 from workflow.lib.model.layers.nf4_linear import NF4Linear, nf4_linears
@@ -33,7 +34,6 @@ from workflow.lib.model.nf4_model import (
     read_row_norms,
     without_cast,
 )
-from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.model.trained_modules import ROWS, TrainedRows, train_rows_, unfreeze_
 from workflow.lib.settings.config import LoraSettings
 from workflow.lib.system.errors import setting_error

@@ -29,11 +29,13 @@ from transformers import (
 )
 from transformers.models.auto import modeling_auto
 
+from workflow.lib.checkpoints.decoder_layers import drop_other_parts_
+from workflow.lib.checkpoints.files.attention_needs import ATTENTION_DROPOUT
+from workflow.lib.checkpoints.files.config_file import read_bounded
+from workflow.lib.checkpoints.files.quantization_settings import QUANTIZATION, quantization_of
+from workflow.lib.checkpoints.loading import differing_ties
+from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.kernels.nf4.decode import NESTED_BLOCK_SIZE
-from workflow.lib.model.architecture.attention_needs import ATTENTION_DROPOUT
-from workflow.lib.model.architecture.config_file import read_bounded
-from workflow.lib.model.architecture.quantization_settings import QUANTIZATION, quantization_of
-from workflow.lib.model.decoder_layers import drop_other_parts_
 from workflow.lib.model.experts.fused_experts import replace_experts_
 from workflow.lib.model.layers.nf4_linear import (
     CHECKPOINT_SUFFIX,
@@ -43,8 +45,6 @@ from workflow.lib.model.layers.nf4_linear import (
     NF4Spec,
     nf4_linears,
 )
-from workflow.lib.model.published.loading import differing_ties
-from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.undocumented_interfaces import OF_MODELS, check_interfaces
 

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from workflow.lib.checkpoints.decoder_layers import decoder_layers
+from workflow.lib.checkpoints.files.attention_needs import attention_needs
 from workflow.lib.kernels.attention.flex import flex_arguments
 from workflow.lib.kernels.attention.flex_masks import MaskKind
 from workflow.lib.kernels.attention.packed import FLATTENED, document_bounds, flash_arguments
 from workflow.lib.kernels.attention.shared_prompts import SharedPrompts, prompt_mask
-from workflow.lib.model.architecture.attention_needs import attention_needs
-from workflow.lib.model.decoder_layers import decoder_layers
 from workflow.lib.model.documents import Documents, documents_of
 from workflow.lib.model.layers.adapter_dropout import AdapterState
 from workflow.lib.model.layers.rotary_by_document import RotaryByDocument, rotate_by_document_

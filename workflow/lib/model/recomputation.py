@@ -11,7 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from workflow.lib.model.decoder_layers import decoder_layers
+from workflow.lib.checkpoints.decoder_layers import decoder_layers
 
 
 class Recomputed:

@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import register_parametrization
 from transformers import PreTrainedModel
 
+from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.model.architecture.adapter_targets import WholeModules, modules_to_save
 from workflow.lib.model.architecture.routers import CORRECTION, router_paths
 from workflow.lib.model.experts.fused_experts import FusedExperts
 from workflow.lib.model.nf4_model import local, local_range, without_cast
-from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.settings.config import LoraSettings
 
 TRAINED_ROWS = "trained_rows"  # key of a base's config.json: first and last + 1 of the rows

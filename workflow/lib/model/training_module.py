@@ -9,11 +9,11 @@ from typing import Any, Protocol, Self
 import torch
 from torch import nn
 
+from workflow.lib.checkpoints.decoder_layers import decoder_layers
 from workflow.lib.kernels.attention.reference import attending_by_reference
 from workflow.lib.kernels.eight_bits.matmul import check_shape
 from workflow.lib.model.activation_offload import ActivationOffload
 from workflow.lib.model.architecture.routers import balance_coefficient
-from workflow.lib.model.decoder_layers import decoder_layers
 from workflow.lib.model.experts.router_balance import (
     RouterBalance,
     family_coefficient,

@@ -22,11 +22,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 from workflow.lib.artifacts.records import CalibrationFacts, HeldoutLosses
+from workflow.lib.checkpoints.expert_stacks import experts_modules
+from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.data.encoding.tokenizer import load_tokenizer
 from workflow.lib.data.tokens.packing import text_lengths
 from workflow.lib.data.tokens.token_store import TokenStore, choose_documents
-from workflow.lib.model.layers.expert_stacks import experts_modules
-from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.quantization.calibrated_experts import LoadedStack, loaded_stacks
 from workflow.lib.quantization.calibration import (
     ABSMAX,

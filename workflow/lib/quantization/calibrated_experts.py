@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from workflow.lib.model.layers.expert_stacks import matmul_names
+from workflow.lib.checkpoints.expert_stacks import matmul_names
 from workflow.lib.quantization.calibrated_rounding import (
     codes_with_feedback,
     decoded_weight,

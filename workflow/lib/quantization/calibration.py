@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from workflow.lib.model.layers.expert_stacks import experts_modules
+from workflow.lib.checkpoints.expert_stacks import experts_modules
 from workflow.lib.quantization.calibrated_experts import (
     PackedStack,
     absmax_experts,

@@ -20,22 +20,22 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from workflow.lib.kernels.nf4.decode import NESTED_BLOCK_SIZE
-from workflow.lib.model.architecture.model_files import (
+from workflow.lib.checkpoints.converted_reader import ConvertedReader
+from workflow.lib.checkpoints.decoder_layers import other_parts
+from workflow.lib.checkpoints.expert_stacks import ExpertStack, expert_stacks, routers
+from workflow.lib.checkpoints.files.model_files import (
     PROCESSOR_PATTERN,
     TOKENIZER_PATTERNS,
     WEIGHTS,
 )
-from workflow.lib.model.architecture.quantization_settings import TEXT_PART, without_quantization
-from workflow.lib.model.architecture.safetensors_headers import INDEX
-from workflow.lib.model.decoder_layers import other_parts
-from workflow.lib.model.layers.expert_stacks import ExpertStack, expert_stacks, routers
+from workflow.lib.checkpoints.files.quantization_settings import TEXT_PART, without_quantization
+from workflow.lib.checkpoints.files.safetensors_headers import INDEX
+from workflow.lib.checkpoints.loading import is_tied
+from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
+from workflow.lib.kernels.nf4.decode import NESTED_BLOCK_SIZE
 from workflow.lib.model.layers.nf4_linear import NF4Spec
 from workflow.lib.model.lora import IN_16_BITS, takes_adapter
 from workflow.lib.model.nf4_model import build_on_meta, replace_linears_
-from workflow.lib.model.published.converted_reader import ConvertedReader
-from workflow.lib.model.published.loading import is_tied
-from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.quantization.nf4_codes import quantize_stack
 from workflow.lib.settings.config import QuantizeConfig
 from workflow.lib.system.errors import UserError, setting_error

@@ -19,8 +19,8 @@ from bitsandbytes.functional import (
     quantize_blockwise,
 )
 
+from workflow.lib.checkpoints.expert_stacks import ExpertStack
 from workflow.lib.kernels.nf4.decode import NESTED_BLOCK_SIZE
-from workflow.lib.model.layers.expert_stacks import ExpertStack
 from workflow.lib.settings.config import QuantizeConfig
 from workflow.lib.system.errors import setting_error
 

@@ -23,12 +23,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
+from workflow.lib.checkpoints.decoder_layers import decoder_layers, drop_other_parts_
 from workflow.lib.distributed.fsdp import forward_only
 from workflow.lib.distributed.world import World, process_mesh
 from workflow.lib.kernels.attention.flex_masks import RECORDED_LENGTHS
 from workflow.lib.kernels.attention.shared_prompts import SharedPrompts
 from workflow.lib.model.architecture.layer_choice import LayerChoice
-from workflow.lib.model.decoder_layers import decoder_layers, drop_other_parts_
 from workflow.lib.model.documents import documents_of
 from workflow.lib.model.host_embedding import other_tables
 from workflow.lib.model.layers.rotary_by_document import RotaryByDocument

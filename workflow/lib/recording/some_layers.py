@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers import PreTrainedModel
 
+from workflow.lib.checkpoints.decoder_layers import decoder_layers
 from workflow.lib.model.architecture.layer_choice import LayerChoice
-from workflow.lib.model.decoder_layers import decoder_layers
 from workflow.lib.model.host_embedding import other_tables
 from workflow.lib.planning.memory.allocation_tape import EMPTY_CACHE, Tape
 from workflow.lib.recording.layer_tape import NONE, LayerTape

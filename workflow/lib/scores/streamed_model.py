@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from workflow.lib.checkpoints.converted_reader import ConvertedReader
 from workflow.lib.data.tokens.token_store import Document
 from workflow.lib.distributed.work_sharing import shared_out
 from workflow.lib.distributed.world import World
 from workflow.lib.model.nf4_model import build_on_meta
-from workflow.lib.model.published.converted_reader import ConvertedReader
 from workflow.lib.quantization.calibration import SummedLoss, document_losses
 from workflow.lib.quantization.layer_stream import Batch, LayerStream
 from workflow.lib.scores.scoring import HeldoutSums, Row, scores_of

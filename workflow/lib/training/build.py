@@ -15,6 +15,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
+from workflow.lib.checkpoints.decoder_layers import decoder_layers
 from workflow.lib.distributed.fsdp import shard_
 from workflow.lib.distributed.packed_layers import PackedLayers, gather_layers_
 from workflow.lib.distributed.world import World, decide_kernels
@@ -26,7 +27,6 @@ from workflow.lib.model.backends import (
     resolve_matmul_dtype,
     resolve_training_attention,
 )
-from workflow.lib.model.decoder_layers import decoder_layers
 from workflow.lib.model.fusion.fuse_layers import fuse_layers_
 from workflow.lib.model.host_embedding import StoredRows, empty_table_
 from workflow.lib.model.layers.nf4_linear import nf4_linears

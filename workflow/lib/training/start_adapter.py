@@ -12,14 +12,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from workflow.lib.model.architecture.adapter_config import read_adapter_config
-from workflow.lib.model.architecture.expert_adapters import stacked
-from workflow.lib.model.architecture.model_files import ADAPTER_WEIGHTS
-from workflow.lib.model.architecture.stack_names import PREFIX, StackNames
+from workflow.lib.checkpoints.files.adapter_config import read_adapter_config
+from workflow.lib.checkpoints.files.expert_adapters import stacked
+from workflow.lib.checkpoints.files.model_files import ADAPTER_WEIGHTS
+from workflow.lib.checkpoints.files.stack_names import PREFIX, StackNames
+from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.model.experts.expert_matmul import FusedLoraStack
 from workflow.lib.model.lora import adapter_config, peft_name, trainable_parameters
 from workflow.lib.model.nf4_model import local, local_range
-from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.settings.config import RunConfig
 from workflow.lib.system.errors import setting_error
 from workflow.lib.system.number_formats import some_of

@@ -14,6 +14,9 @@ import torch
 import torch.distributed as dist
 
 from workflow.lib.artifacts.training_record import Check
+from workflow.lib.checkpoints.decoder_layers import decoder_layers
+from workflow.lib.checkpoints.loading import said_by
+from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.fsdp import forward_only
 from workflow.lib.distributed.weight_checks import fair_share, local_bytes, mismatched_tensors
@@ -21,11 +24,8 @@ from workflow.lib.distributed.work_sharing import check_recorded
 from workflow.lib.distributed.world import World, decide_kernels
 from workflow.lib.kernels.attention.reference import attending_by_reference
 from workflow.lib.model.compared_layers import ComparedLayers
-from workflow.lib.model.decoder_layers import decoder_layers
 from workflow.lib.model.nf4_model import local
-from workflow.lib.model.published.loading import said_by
 from workflow.lib.model.recomputation import nothing_recomputed, recomputes
-from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.objectives.next_token import NEXT_TOKEN
 from workflow.lib.settings.config import TrainConfig

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from workflow.lib.model.architecture.config_file import read_bounded, text_part
+from workflow.lib.checkpoints.files.config_file import read_bounded, text_part
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.files import file_sha256
 from workflow.lib.system.input_files import read_input

@@ -18,8 +18,7 @@ from typing import Any, Literal
 from huggingface_hub import HfApi, ModelCard, errors, hf_hub_download, snapshot_download
 from huggingface_hub.hf_api import RepoFile
 
-from workflow.lib.data.reading.sources import matching
-from workflow.lib.model.architecture.model_files import (
+from workflow.lib.checkpoints.files.model_files import (
     ADAPTER,
     ADAPTER_WEIGHTS,
     PROCESSOR_PATTERN,
@@ -29,7 +28,8 @@ from workflow.lib.model.architecture.model_files import (
     fault_of_files,
     fault_of_tokenizer,
 )
-from workflow.lib.model.architecture.safetensors_headers import INDEX, SINGLE
+from workflow.lib.checkpoints.files.safetensors_headers import INDEX, SINGLE
+from workflow.lib.data.reading.sources import matching
 from workflow.lib.system.artifact_files import read_artifact
 from workflow.lib.system.checksums import HUB_RECORD
 from workflow.lib.system.errors import UserError, setting_error

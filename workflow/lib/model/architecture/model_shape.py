@@ -11,6 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from workflow.lib.checkpoints.files.safetensors_headers import FLOAT_BYTES
 from workflow.lib.model.architecture.routers import router_paths
 from workflow.lib.system.artifact_files import read_artifact
 from workflow.lib.system.errors import UserError
@@ -18,7 +19,6 @@ from workflow.lib.system.files import read_json
 
 CONFIG = "config"
 """Key of a description's config.json, which recordings read."""
-FLOAT_BYTES = {"BF16": 2, "F16": 2, "F32": 4}  # types that can be quantized to NF4
 
 
 @dataclass(frozen=True)

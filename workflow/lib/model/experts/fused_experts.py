@@ -16,6 +16,7 @@ import torch
 from bitsandbytes.functional import quantize_4bit
 from torch import nn
 
+from workflow.lib.checkpoints.expert_stacks import expert_stacks, matmul_names
 from workflow.lib.kernels.experts.gates import (
     CLAMPED,
     GateForm,
@@ -37,7 +38,6 @@ from workflow.lib.model.experts.expert_matmul import (
     stack_of,
     value,
 )
-from workflow.lib.model.layers.expert_stacks import expert_stacks, matmul_names
 from workflow.lib.model.layers.fused_norm import keepable, restored
 from workflow.lib.model.layers.nf4_linear import NF4Spec
 from workflow.lib.model.layers.nf4_stack import NF4Stack

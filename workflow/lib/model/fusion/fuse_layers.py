@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from workflow.lib.checkpoints.decoder_layers import decoder_layers
 from workflow.lib.kernels.rows.gated_norm import GatedNorm, by_torch
 from workflow.lib.kernels.rows.gating import ACTIVATIONS
-from workflow.lib.model.decoder_layers import decoder_layers
 from workflow.lib.model.fused_feed_forward import Form, FusedFeedForward
 from workflow.lib.model.layers.fused_norm import FusedNorm
 from workflow.lib.model.layers.lora_linear import FusedLoraLinear, share_input_

@@ -13,8 +13,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from workflow.lib.checkpoints.decoder_layers import decoder_layers
 from workflow.lib.kernels.loss.fused_logits import LogitForm
-from workflow.lib.model.decoder_layers import decoder_layers
 from workflow.lib.model.loss.chunked_loss import OutputHead
 from workflow.lib.model.tried_classes.magnitudes import alike, magnitudes
 from workflow.lib.system.errors import UserError

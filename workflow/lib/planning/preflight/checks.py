@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from workflow.lib.artifacts.layout import SERVING
-from workflow.lib.model.architecture.config_file import read_config, text_part
+from workflow.lib.checkpoints.files.config_file import read_config, text_part
 from workflow.lib.model.architecture.model_shape import ModelShape, read_shape
 from workflow.lib.planning.machine import (
     Machine,

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from workflow.lib.artifacts.preflight_record import Forecast
+from workflow.lib.checkpoints.files.safetensors_headers import read_headers
 from workflow.lib.model.architecture.model_shape import ModelShape, read_config, read_shape
-from workflow.lib.model.architecture.safetensors_headers import read_headers
 from workflow.lib.planning.machine import requested_processes
 from workflow.lib.planning.model_sizes import Shape, chosen_method, rounding_seconds
 from workflow.lib.planning.preflight.checks import read_machine, read_tokens

@@ -6,12 +6,12 @@ Nothing here reads a file or the hardware: the caller passes `Machine`."""
 from collections.abc import Mapping
 from typing import Any
 
+from workflow.lib.checkpoints.files.attention_needs import of_family
 from workflow.lib.model.architecture.adapter_targets import (
     WholeModules,
     adapter_ranks,
     modules_to_save,
 )
-from workflow.lib.model.architecture.attention_needs import of_family
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.model.architecture.routers import balance_coefficient
 from workflow.lib.planning.machine import Machine

@@ -23,6 +23,7 @@ ELEMENT_BYTES = {
     **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
     **dict.fromkeys(("F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"), 1),
 }
+FLOAT_BYTES = {"BF16": 2, "F16": 2, "F32": 4}  # types that can be quantized to NF4
 TAIL_BYTES = 4096  # a page, which file systems write at once
 LFS_POINTER = b"version https://git-lfs"
 

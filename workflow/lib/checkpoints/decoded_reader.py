@@ -27,9 +27,8 @@ import torch
 from bitsandbytes.functional import QuantState
 from bitsandbytes.utils import unpack_tensor_to_dict
 
-from workflow.lib.kernels.nf4.decode import decoded
-from workflow.lib.model.architecture.config_file import read_bounded
-from workflow.lib.model.architecture.quantization_settings import (
+from workflow.lib.checkpoints.files.config_file import read_bounded
+from workflow.lib.checkpoints.files.quantization_settings import (
     FORMAT_NAMES,
     GPTQ_BITS,
     METHOD,
@@ -37,9 +36,10 @@ from workflow.lib.model.architecture.quantization_settings import (
     said_of_quantization,
     said_value,
 )
-from workflow.lib.model.architecture.safetensors_headers import TensorInfo
-from workflow.lib.model.published.loaded_files import loaded_tensors
-from workflow.lib.model.safetensors_reader import CheckpointReader
+from workflow.lib.checkpoints.files.safetensors_headers import TensorInfo
+from workflow.lib.checkpoints.loaded_files import loaded_tensors
+from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
+from workflow.lib.kernels.nf4.decode import decoded
 from workflow.lib.system.checksums import RecordedFile
 from workflow.lib.system.errors import UserError
 

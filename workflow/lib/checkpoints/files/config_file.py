@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from workflow.lib.model.architecture.quantization_settings import TEXT_PART, without_quantization
+from workflow.lib.checkpoints.files.quantization_settings import TEXT_PART, without_quantization
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.input_files import read_input
 

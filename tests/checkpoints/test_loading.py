@@ -16,13 +16,13 @@ from tests.support.families import FAMILIES, MOE, SIZES, tiny_family, tiny_model
 from tests.support.mixtures import tiny_mixture
 from tests.support.models import quantized, tiny_llama
 from tests.support.packed_checkpoints import fp8_checkpoint
+from workflow.lib.checkpoints.converted_reader import ConvertedReader
+from workflow.lib.checkpoints.decoded_reader import DecodedReader
+from workflow.lib.checkpoints.loading import is_tied
+from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.export.adapter_files import merged_tensors
 from workflow.lib.model.describe_model import describe_folder
 from workflow.lib.model.nf4_model import build_on_meta, stored_buffers
-from workflow.lib.model.published.converted_reader import ConvertedReader
-from workflow.lib.model.published.decoded_reader import DecodedReader
-from workflow.lib.model.published.loading import is_tied
-from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.quantization.nf4_checkpoint import read_model_config
 from workflow.lib.system.errors import UserError
 

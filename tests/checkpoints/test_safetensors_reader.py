@@ -7,7 +7,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from workflow.lib.model.safetensors_reader import INDEX, QUANTIZATION, SINGLE, CheckpointReader
+from workflow.lib.checkpoints.safetensors_reader import (
+    INDEX,
+    QUANTIZATION,
+    SINGLE,
+    CheckpointReader,
+)
 from workflow.lib.system.errors import UserError
 
 TENSORS = {

@@ -20,7 +20,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from workflow.lib.model.architecture.attention_needs import (
+from workflow.lib.checkpoints.files.attention_needs import (
     WITH_SINKS,
     WITHOUT_SDPA,
     attention_needs,

@@ -22,7 +22,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from workflow.lib.model.published.decoded_reader import DecodedReader
+from workflow.lib.checkpoints.decoded_reader import DecodedReader
 from workflow.lib.system.checksums import RecordedFile
 from workflow.lib.system.errors import UserError
 

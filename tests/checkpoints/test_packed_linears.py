@@ -9,9 +9,9 @@ from transformers import CompressedTensorsConfig, LlamaForCausalLM
 
 from tests.support.models import quantized
 from tests.support.packed_checkpoints import compressed_checkpoint, integer_checkpoint
+from workflow.lib.checkpoints.decoded_reader import DecodedReader
 from workflow.lib.export.stock_models import load_base
 from workflow.lib.model.describe_model import describe_folder
-from workflow.lib.model.published.decoded_reader import DecodedReader
 from workflow.lib.system.errors import UserError
 
 LINEAR = "model.layers.1.mlp.down_proj"

@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from workflow.lib.model.architecture.safetensors_headers import read_headers
+from workflow.lib.checkpoints.files.safetensors_headers import read_headers
 from workflow.lib.system.errors import UserError
 
 QUANTIZATION = "quantization_config"
 MLX = "quantization"  # MLX's name of it, beside which newer files have Transformers'
 TEXT_PART = "text_config"  # of a multimodal model
 METHOD = "quant_method"
-# Transformers' names; `published.decoded_reader` reads these formats.
+# Transformers' names; `checkpoints.decoded_reader` reads these formats.
 DECODED_FORMATS = ("fp8", "mxfp4", "bitsandbytes", "gptq", "awq", "compressed-tensors")
 GPTQ_BITS = (2, 4, 8)
 COMPRESSED_FORMATS = (

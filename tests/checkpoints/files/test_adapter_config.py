@@ -12,7 +12,7 @@ from peft.tuners.lora import LoraLayer
 from transformers import AutoModelForCausalLM
 
 from tests.support.models import random_llama
-from workflow.lib.model.architecture.adapter_config import (
+from workflow.lib.checkpoints.files.adapter_config import (
     adapter_settings,
     continued,
     read_adapter_config,

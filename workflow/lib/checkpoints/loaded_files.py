@@ -6,8 +6,8 @@ from pathlib import Path
 import transformers
 from transformers.modeling_utils import _get_resolved_checkpoint_files
 
-from workflow.lib.model.architecture.model_files import fault_of_files, named_weights
-from workflow.lib.model.architecture.safetensors_headers import (
+from workflow.lib.checkpoints.files.model_files import fault_of_files, named_weights
+from workflow.lib.checkpoints.files.safetensors_headers import (
     INDEX,
     SINGLE,
     TensorInfo,

@@ -5,8 +5,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 
-from workflow.lib.model.architecture.config_file import read_bounded
-from workflow.lib.model.architecture.safetensors_headers import INDEX, SINGLE, is_beside
+from workflow.lib.checkpoints.files.config_file import read_bounded
+from workflow.lib.checkpoints.files.safetensors_headers import INDEX, SINGLE, is_beside
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.number_formats import some_of
 

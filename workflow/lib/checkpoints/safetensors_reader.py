@@ -9,8 +9,8 @@ from typing import Any, Self
 import torch
 from safetensors import SafetensorError, safe_open
 
-from workflow.lib.model.architecture.model_files import named_weights
-from workflow.lib.model.architecture.safetensors_headers import INDEX, SINGLE, read_index
+from workflow.lib.checkpoints.files.model_files import named_weights
+from workflow.lib.checkpoints.files.safetensors_headers import INDEX, SINGLE, read_index
 from workflow.lib.system.checksums import RecordedFile, check_files
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import file_sha256

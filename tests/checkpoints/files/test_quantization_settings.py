@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.models import tiny_llama
 from tests.support.packed_checkpoints import fp8_checkpoint
+from workflow.lib.checkpoints.files.quantization_settings import QUANTIZATION, without_quantization
 from workflow.lib.export.stock_models import load_base
-from workflow.lib.model.architecture.quantization_settings import QUANTIZATION, without_quantization
 from workflow.lib.model.describe_model import describe_folder
 from workflow.lib.quantization.nf4_checkpoint import read_model_config
 from workflow.lib.system.errors import UserError

@@ -10,13 +10,13 @@ from safetensors.torch import load_file, save_file
 from tests.support.mixtures import tiny_mixture
 from tests.support.models import quantized
 from tests.support.packed_checkpoints import fp8_checkpoint, mxfp4_checkpoint
+from workflow.lib.checkpoints.converted_reader import ConvertedReader
+from workflow.lib.checkpoints.decoded_reader import DecodedReader
+from workflow.lib.checkpoints.expert_stacks import expert_stacks
+from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.export.stock_models import load_base
 from workflow.lib.model.describe_model import describe_folder
-from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.model.nf4_model import build_on_meta
-from workflow.lib.model.published.converted_reader import ConvertedReader
-from workflow.lib.model.published.decoded_reader import DecodedReader
-from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import read_json
 

@@ -8,10 +8,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.support.models import tiny_llama
+from workflow.lib.checkpoints.converted_reader import ConvertedReader
+from workflow.lib.checkpoints.loaded_files import loaded_tensors
+from workflow.lib.checkpoints.safetensors_reader import check_whole
 from workflow.lib.model.nf4_model import build_on_meta
-from workflow.lib.model.published.converted_reader import ConvertedReader
-from workflow.lib.model.published.loaded_files import loaded_tensors
-from workflow.lib.model.safetensors_reader import check_whole
 from workflow.lib.quantization.nf4_checkpoint import read_model_config
 from workflow.lib.system.errors import UserError
 

@@ -7,9 +7,9 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from tests.support.families import multimodal, tiny_family, tiny_model
 from tests.support.models import tiny_llama
-from workflow.lib.model.decoder_layers import other_parts
+from workflow.lib.checkpoints.converted_reader import ConvertedReader, ModuleNames
+from workflow.lib.checkpoints.decoder_layers import other_parts
 from workflow.lib.model.nf4_model import auto_class, build_on_meta
-from workflow.lib.model.published.converted_reader import ConvertedReader, ModuleNames
 from workflow.lib.system.errors import UserError
 
 RENAMED = {

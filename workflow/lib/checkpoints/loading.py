@@ -16,12 +16,12 @@ import transformers
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from workflow.lib.model.architecture.config_file import read_bounded
-from workflow.lib.model.architecture.model_shape import FLOAT_BYTES
-from workflow.lib.model.architecture.quantization_settings import QUANTIZATION, said_of_quantization
-from workflow.lib.model.decoder_layers import decoder_layers, other_parts
-from workflow.lib.model.published.converted_reader import ConvertedReader, ModuleNames
-from workflow.lib.model.published.decoded_reader import DecodedReader
+from workflow.lib.checkpoints.converted_reader import ConvertedReader, ModuleNames
+from workflow.lib.checkpoints.decoded_reader import DecodedReader
+from workflow.lib.checkpoints.decoder_layers import decoder_layers, other_parts
+from workflow.lib.checkpoints.files.config_file import read_bounded
+from workflow.lib.checkpoints.files.quantization_settings import QUANTIZATION, said_of_quantization
+from workflow.lib.checkpoints.files.safetensors_headers import FLOAT_BYTES
 from workflow.lib.system.errors import UserError
 
 ROWS = 4096  # of two tables, compared at a time
