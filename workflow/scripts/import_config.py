@@ -8,10 +8,7 @@ key, writes the config, and asks preflight whether it fits these GPUs. Keys with
 """
 
 import argparse
-import json
 import logging
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, get_args
 
@@ -21,11 +18,12 @@ from workflow.importing.draft import Draft, label
 from workflow.importing.reading import Kind, TrainerName, read_source
 from workflow.importing.rules import translate
 from workflow.lib.settings.config import NOT_VALID, load_config
-from workflow.lib.system.errors import UserError, setting_error
+from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import write_text
 from workflow.lib.system.gpu_models import parse_gpus
 from workflow.lib.system.redaction import redacted
 from workflow.scripts.command import run, stage_parser
+from workflow.scripts.new_config import check_is_new, finish
 
 logger = logging.getLogger("workflow")
 
@@ -35,24 +33,14 @@ def main(args: argparse.Namespace) -> None:
     draft = translate(read_source(args.file, args.trainer), gpus=count)
     document = checked(draft)
     output = args.output or Path(f"config-{label(args.file.stem)}.yaml")
-    if output.exists():
-        raise setting_error("--output", str(output), "it is there already", "Name another file")
+    check_is_new(output)
     text = account(draft)
     logger.info("%s", text)
     comment = "".join(f"# {line}".rstrip() + "\n" for line in redacted(text).splitlines())
     write_text(output, comment + yaml.safe_dump(document, sort_keys=False, allow_unicode=True))
-    use = f"--configfile {output}"
-    logger.info("%s is written: snakemake --cores all train %s", output, use)
-    words = preflight_words(document, gpus=args.gpus or "")
     if args.gpus is None:
         logger.info("no verdict, as no GPUs are named: --gpus 2x4090 asks preflight")
-        return
-    preflight = [sys.executable, "-m", "workflow.scripts.preflight_run", *words]
-    if subprocess.run(preflight, check=False).returncode != 0:
-        raise UserError(
-            f"{output} is written, but preflight has an objection, see above. Change the config as "
-            "it says."
-        )
+    finish(document, output, gpus=args.gpus, rows=None)
 
 
 def checked(draft: Draft) -> dict[str, Any]:
@@ -92,16 +80,6 @@ def by_reason(draft: Draft, kind: Kind) -> dict[str, list[str]]:
         if outcome.kind == kind:
             reasons.setdefault(outcome.why, []).extend(outcome.keys)
     return reasons
-
-
-def preflight_words(document: dict[str, Any], *, gpus: str) -> list[str]:
-    """Return the arguments of preflight for a config."""
-    words = ["--model", document["model"]["source"], "--gpus", gpus]
-    for section, settings in document.items():
-        for key, value in settings.items():
-            if section != "runs" and (section, key) not in (("model", "source"), ("model", "name")):
-                words += ["--set", f"{section}.{key}={json.dumps(value)}"]
-    return words
 
 
 def arguments() -> argparse.ArgumentParser:

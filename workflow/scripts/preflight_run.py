@@ -86,13 +86,14 @@ def predict(args: argparse.Namespace, planned: PlannedRun) -> None:
         write_checked_json(args.output, result.model_dump() | {"provenance": provenance()})
     settings, machine, shape = planned.settings, planned.machine, planned.shape
     by_hand = args.config is None
-    show = logger.info if by_hand or not decision.fits else logger.debug
+    show = logger.info if (by_hand and not args.brief) or not decision.fits else logger.debug
     show("%s", render(result, run=args.run, host_origin=machine.imagined_host))
-    if decision.fits and not by_hand and not args.brief:
-        logger.info("%s", summary(result, run=args.run))
+    if decision.fits and by_hand == args.brief:
+        more = "the same without --brief" if by_hand else "snakemake --cores 1 preflight"
+        logger.info("%s", summary(result, run=args.run, more=more))
     needs = attention_needs(shape)
     attention = training_attention(settings.model, machine, needs)
-    show = logger.debug if args.brief and decision.fits else logger.info
+    show = logger.debug if args.brief and not by_hand and decision.fits else logger.info
     show("attention: %s (%s)", attention.name, attention.reason)
     if note := needs.dropout_note(settings.model.attention_dropout):
         show("%s", note)
@@ -114,7 +115,9 @@ def parser() -> argparse.ArgumentParser:
     arguments.add_argument("--output", type=Path, help="preflight.json to write")
     arguments.add_argument("--run", help="name of the run")
     arguments.add_argument(
-        "--brief", action="store_true", help="of a run that fits, write to the log alone"
+        "--brief",
+        action="store_true",
+        help="of a run that fits, write to the log alone; by hand, print a few lines",
     )
     arguments.add_argument("--tokens", type=Path, help="manifest.json of the tokens")
     add_by_hand(arguments)

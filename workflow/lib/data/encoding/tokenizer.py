@@ -110,7 +110,8 @@ def read_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | None) -> 
             "data.chat_template",
             None,
             f"conversations need a chat template, and the tokenizer has {has}",
-            "Name a Jinja file, or use the format text",
+            "Name a Jinja file (for base models workflow/resources/templates/plain.jinja), or use "
+            "the format text",
         )
     return template.removeprefix("\ufeff")  # a byte order mark
 

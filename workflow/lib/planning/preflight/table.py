@@ -76,8 +76,8 @@ def _plans(forecast: Forecast) -> Table:
     return table
 
 
-def summary(forecast: Forecast, *, run: str) -> str:
-    """Return the facts of a run that fits, a line each."""
+def summary(forecast: Forecast, *, run: str, more: str) -> str:
+    """Return the facts of a run that fits, a line each; more: the command that shows all."""
     facts = _facts(forecast, host_origin=None)
     taken, whole = _size(forecast.reserved_bytes), _size(forecast.capacity_bytes)
     return "\n".join(
@@ -85,7 +85,7 @@ def summary(forecast: Forecast, *, run: str) -> str:
             f"run {run} fits: a process takes {taken} of {whole}, host memory "
             f"{facts['host memory']}",
             *(f"{name}: {facts[name]}" for name in ("plan", "time", "disk")),
-            "more: snakemake --cores 1 preflight",
+            f"more: {more}",
         ]
     )
 
