@@ -5,7 +5,7 @@ import argparse
 import os
 from pathlib import Path
 
-from workflow.lib.system.environment import find_place
+from workflow.lib.system.environment import find_node
 from workflow.lib.training.launch import Workers, launch_workers
 from workflow.scripts.command import run, stage_parser
 
@@ -13,7 +13,7 @@ from workflow.scripts.command import run, stage_parser
 def main(args: argparse.Namespace) -> None:
     arguments = [args.behaviour, str(args.folder)]
     arguments += ["--log", str(args.log)] if args.log else []
-    place = find_place(args.nodes, os.environ)
+    place = find_node(args.nodes, os.environ)
     launch_workers(Workers("tests.support.launch_worker", arguments, args.processes, place=place))
 
 

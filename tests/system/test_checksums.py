@@ -119,7 +119,7 @@ def test_file_that_cannot_be_read_at_the_moment_is_not_told_as_damage(folder, la
 
 def test_hashing_tells_that_it_moves_after_every_mib(folder):
     moves = []
-    findings(listed_files(folder), threads=2, moved=lambda: moves.append(None))
+    findings(listed_files(folder), threads=2, on_progress=lambda: moves.append(None))
     assert len(moves) == sum(-(-size // 2**20) for size in FILES.values())
 
 

@@ -16,8 +16,8 @@ from workflow.lib.system.environment import (
     ALONE,
     FIRST_PORT,
     PORTS,
-    Place,
-    find_place,
+    RunNode,
+    find_node,
     follows,
     is_worker,
     shipped_path,
@@ -77,17 +77,17 @@ STEP = {
 
 
 def test_place_in_a_step_of_two_nodes():
-    assert find_place(2, STEP) == Place(2, 1, address="10.0.0.7", port=23456, run_id="123456")
+    assert find_node(2, STEP) == RunNode(2, 1, address="10.0.0.7", port=23456, run_id="123456")
 
 
 def test_run_on_one_node_stays_alone_inside_a_job_of_slurm():
-    assert find_place(1, STEP) == ALONE
+    assert find_node(1, STEP) == ALONE
 
 
 @pytest.mark.parametrize("environment", [{}, STEP], ids=["no step", "step on two"])
 def test_run_on_more_nodes_than_it_was_started_on_is_refused(environment):
     with pytest.raises(UserError, match=r"hardware\.nodes = 3: this run was started on \d node"):
-        find_place(3, environment)
+        find_node(3, environment)
 
 
 def test_every_node_but_the_first_follows():

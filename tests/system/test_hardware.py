@@ -17,8 +17,8 @@ from workflow.lib.system.hardware import (
     available_host_bytes,
     check_writable,
     cpu_has_bfloat16,
-    loopback_lack,
-    shared_memory_lack,
+    loopback_fault,
+    shared_memory_fault,
     visible_gpus,
 )
 
@@ -120,14 +120,14 @@ def test_file_in_a_folder_s_place_is_named(tmp_path):
 
 
 def test_lack_of_shared_memory_is_told_with_what_to_do(tmp_path):
-    assert shared_memory_lack(tmp_path) is None
-    assert "shm, is not there" in str(shared_memory_lack(tmp_path / "shm"))
+    assert shared_memory_fault(tmp_path) is None
+    assert "shm, is not there" in str(shared_memory_fault(tmp_path / "shm"))
 
 
 def test_machine_without_loopback_is_told_in_words():
     """In a network of its own, whose loopback is down until somebody brings it up."""
-    assert loopback_lack() is None
-    code = "from workflow.lib.system.hardware import loopback_lack; print(loopback_lack())"
+    assert loopback_fault() is None
+    code = "from workflow.lib.system.hardware import loopback_fault; print(loopback_fault())"
     command = ["unshare", "--net", "--map-root-user", sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
     if done.returncode:

@@ -11,8 +11,8 @@ from workflow.lib.system import undocumented_interfaces
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.undocumented_interfaces import (
     INTERFACES,
-    OF_MODELS,
-    OF_RECORDINGS,
+    MODEL_PACKAGES,
+    RECORDING_INTERFACES,
     Interface,
     check_interfaces,
     check_recordings,
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_installed_packages_have_every_name():
-    check_interfaces(*OF_MODELS, "lm_eval")
+    check_interfaces(*MODEL_PACKAGES, "lm_eval")
     check_recordings()
 
 
@@ -43,13 +43,13 @@ def test_release_that_lacks_a_name_is_refused(monkeypatch, lacking):
         "uses. Install the release that envs/pins.txt names."
     )
     with pytest.raises(UserError, match=re.escape(expected)):
-        check_interfaces(*OF_MODELS)
+        check_interfaces(*MODEL_PACKAGES)
 
 
 def test_every_private_attribute_of_packages_in_the_library_is_listed():
     """Whatever is read of other objects by a name with an underscore in front, outside of our own
     classes."""
-    every = (*INTERFACES, *OF_RECORDINGS)
+    every = (*INTERFACES, *RECORDING_INTERFACES)
     parts = [(*re.split(r"[.:()]+", used.owner), used.name) for used in every]
     listed = {name for names in parts for name in names}
     own = {"_passed", "_eager"}

@@ -188,7 +188,7 @@ def read_cases(path: str | None) -> dict[str, CaseEntry]:
 
 
 def _entry(name: str, entry: Any, file: Path) -> CaseEntry:
-    case = validated(CaseEntry, entry or {}, of=f"case {name} of {file}:")
+    case = validated(CaseEntry, entry or {}, headline=f"case {name} of {file}:")
     wrong = sorted(CHOICE & case.benchmark.keys())
     if wrong:
         raise UserError(
@@ -215,7 +215,7 @@ def _chosen(benchmark: BenchmarkConfig, entries: Mapping[str, CaseEntry]) -> lis
 
 def _request(name: str, entry: CaseEntry, benchmark: BenchmarkConfig, *, processes: int) -> Request:
     document = merge(benchmark.model_dump(mode="json"), entry.benchmark)
-    sizes = validated(BenchmarkConfig, document, prefix="benchmark.", of=f"case {name}:")
+    sizes = validated(BenchmarkConfig, document, prefix="benchmark.", headline=f"case {name}:")
     peer = None if entry.peer is None else entry.peer.model_dump(mode="json")
     return Request(name, entry.title, processes, sizes, entry.settings, peer)
 

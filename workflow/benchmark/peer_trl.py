@@ -194,13 +194,13 @@ def parameter_bytes(model: torch.nn.Module) -> int:
     return sum(part.numel() * part.element_size() for part in parts)
 
 
-def held(found: int, total: int, *, sharded: bool) -> Check:
+def held(held_bytes: int, total: int, *, sharded: bool) -> Check:
     """Return a check whether the processes share the parameters: packed weights may have stayed
     whole on each.
     """
-    detail = f"{found:,} of {total:,} bytes on the main process"
+    detail = f"{held_bytes:,} of {total:,} bytes on the main process"
     name = "every process holds its share of the parameters"
-    return Check(name=name, passed=not sharded or found < 0.75 * total, detail=detail)
+    return Check(name=name, passed=not sharded or held_bytes < 0.75 * total, detail=detail)
 
 
 def arguments(

@@ -39,10 +39,10 @@ def probed(device: torch.device) -> dict[str, Measured]:
             "memory": _rate(MOVED / 4, _by_cpu(partial(torch.add, *x, out=out))),
             "python": _rate(PASSES, _by_python(device)),
         }
-    return dict(_of_gpu(device))
+    return dict(_gpu_rates(device))
 
 
-def _of_gpu(device: torch.device) -> Iterator[tuple[str, Measured]]:
+def _gpu_rates(device: torch.device) -> Iterator[tuple[str, Measured]]:
     yield "matmul", _matmul(_by_graph, device, torch.bfloat16, TOKENS, SHAPES)
     if torch.cuda.get_device_capability(device) >= (8, 9):
         yield "matmul in 8 bits", _matmul(_by_graph, device, torch.float8_e4m3fn, TOKENS, SHAPES)
@@ -131,9 +131,9 @@ def _by_copies(count: int) -> list[float]:
 
     def copies() -> None:
         for _ in range(COPIES):
-            for here, there in pairs:
-                there.copy_(here, non_blocking=True)
-                here.copy_(there, non_blocking=True)
+            for on_gpu, on_host in pairs:
+                on_host.copy_(on_gpu, non_blocking=True)
+                on_gpu.copy_(on_host, non_blocking=True)
 
     return _timed(copies, partial(_wait, count))
 
@@ -193,14 +193,14 @@ def _timed(
 ) -> list[float]:
     """Seconds of calls, each until `wait` returns."""
     call()
-    found = []
+    seconds = []
     for _ in range(times):
         wait()
         began = clock()
         call()
         wait()
-        found.append(clock() - began)
-    return found
+        seconds.append(clock() - began)
+    return seconds
 
 
 def _wait(count: int) -> None:

@@ -122,14 +122,14 @@ def _source(entry: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
     if not is_hub_id(path) or Path(path).suffix[1:] in (*BUILDERS, "jsonl"):
         return source | {"paths": [str(Path(path, file)) for file in listed] or [path]}
     folder = f"{entry['name']}/" if entry.get("name") else "**/"
-    found = {"repository": path, "revision": entry.get("revision")}
-    return source | found | {"paths": listed or [f"{folder}*{part[1] if part else ''}*"]}
+    location = {"repository": path, "revision": entry.get("revision")}
+    return source | location | {"paths": listed or [f"{folder}*{part[1] if part else ''}*"]}
 
 
 def _llama_factory(draft: Draft) -> None:
     folder = Path(str(draft.get("dataset_dir") or "data").removeprefix("REMOTE:"))
-    places = [parent / folder for parent in (Path(), *draft.source.file.parents)]
-    folder = next((at for at in places if (at / INFO).is_file()), folder)
+    folders = [parent / folder for parent in (Path(), *draft.source.file.parents)]
+    folder = next((candidate for candidate in folders if (candidate / INFO).is_file()), folder)
     info = _dataset_info(folder / INFO) if (folder / INFO).is_file() else {}
     for key, setting in (("dataset", "train"), ("eval_dataset", "heldout")):
         sources = [_listed(name, info, draft.own.columns, folder) for name in draft.texts(key)]
@@ -152,14 +152,14 @@ def _dataset_info(file: Path) -> dict[str, Any]:
 def _listed(name: str, info: dict[str, Any], roles: dict[str, str], folder: Path) -> dict[str, Any]:
     """Return the source of a dataset in dataset_info.json, or a guess for an unlisted one."""
     entry = info.get(name, {})
-    given = entry.get("columns", {}).items()
-    columns = {roles[key]: column for key, column in given if key in roles}
+    names = entry.get("columns", {}).items()
+    columns = {roles[key]: column for key, column in names if key in roles}
     if entry.get("ranking") and "instruction" in columns:
         columns["prompt"] = columns.pop("instruction")
     path = entry.get("hf_hub_url") or str(folder / entry.get("file_name", f"{name}.json"))
-    of_hub = {"name": entry.get("subset"), "split": entry.get("split")}
+    subset = {"name": entry.get("subset"), "split": entry.get("split")}
     guessed = {"note": f"no {INFO} here has {name}, so its file is guessed"}
-    return _source({"path": path} | of_hub, columns) | ({} if entry else guessed)
+    return _source({"path": path} | subset, columns) | ({} if entry else guessed)
 
 
 def _put(draft: Draft, setting: str, sources: list[dict[str, Any]], *keys: str) -> None:

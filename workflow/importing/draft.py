@@ -33,8 +33,8 @@ class Draft:
         self.outcomes: list[Outcome] = []
         self.came_from: dict[str, str] = {}
         self.spelled: dict[str, str] = {}
-        self._given: dict[str, Any] = {}
-        self._asked, self._settled, self._noted = set[str](), set[str](), set[str]()
+        self._values: dict[str, Any] = {}
+        self._read, self._settled, self._noted = set[str](), set[str](), set[str]()
         for key, value in source.values.items():
             if isinstance(value, dict) and key in self.shared.below:
                 self.add(f"{key}.", value)
@@ -48,24 +48,24 @@ class Draft:
             name = self.own.called.get(spelled, spelled)
             if spelled not in self.own.called and spelled in self.own.called.values():
                 name = f"{spelled} of another trainer"
-            known = self._given.get(name)
-            if value not in (*OFF, known) and known not in OFF and not prefix:
-                place, other = f"{self.source.file}: {spelled}", self.spelled[name]
-                raise setting_error(place, value, f"{other} means the same", "Remove one of them")
+            earlier = self._values.get(name)
+            if value not in (*OFF, earlier) and earlier not in OFF and not prefix:
+                where, other = f"{self.source.file}: {spelled}", self.spelled[name]
+                raise setting_error(where, value, f"{other} means the same", "Remove one of them")
             names = [self.spelled[name]] if name in self.spelled and not prefix else []
             self.spelled[name] = ", ".join([*names, spelled])
-            if value is not None and known in OFF:
-                self._given[name] = value
+            if value is not None and earlier in OFF:
+                self._values[name] = value
 
     def has(self, key: str) -> bool:
         """Whether the file gives a value."""
-        self._asked.add(key)
-        return key in self._given
+        self._read.add(key)
+        return key in self._values
 
     def get(self, key: str) -> Any:
         """Return the file's value, else the trainer's default."""
         if self.has(key):
-            return self._given[key]
+            return self._values[key]
         preferences = {} if self.objective == "sft" else self.own.defaults_of_preferences
         defaults = self.shared.defaults | self.own.defaults | preferences
         return defaults.get(key)
@@ -87,24 +87,24 @@ class Draft:
 
     def wrong(self, key: str, bound: str) -> UserError:
         """Return the error of an impossible value."""
-        place = f"{self.source.file}: {self.spelled.get(key, key)}"
-        return setting_error(place, self._given.get(key), bound, "Change it there")
+        where = f"{self.source.file}: {self.spelled.get(key, key)}"
+        return setting_error(where, self._values.get(key), bound, "Change it there")
 
     def put(self, setting: str, value: Any, *keys: str, how: str = "") -> None:
         """Set a setting to the meaning of the keys; how: changes on the way. A trainer's default is
         set if ours differs."""
-        given = [key for key in keys if self.has(key)]
+        present = [key for key in keys if self.has(key)]
         section, name = setting.split(".")
         if section == "preferences" and setting not in needs_of(self.objective).settings:
             self.note("without effect", keys, f"train.objective {self.objective} does not read it")
             return
         fields = Config.model_fields[section].annotation.model_fields  # type: ignore[union-attr]
-        if keys and not given and value == fields[name].get_default(call_default_factory=True):
+        if keys and not present and value == fields[name].get_default(call_default_factory=True):
             return
         self.document.setdefault(section, {})[name] = value
-        self.came_from[setting] = ", ".join(self.spelled[key] for key in given)
+        self.came_from[setting] = ", ".join(self.spelled[key] for key in present)
         shown = f"{setting} = {as_yaml(value)}" + (f": {how}" if how else "")
-        if given:
+        if present:
             self.note("changed" if how else "taken", keys, shown)
         elif keys:
             self.outcomes.append(Outcome("by default", (), shown))
@@ -112,16 +112,16 @@ class Draft:
 
     def note(self, kind: Kind, keys: Iterable[str], why: str) -> None:
         """Note the outcome of those keys that the file has, without another outcome."""
-        here = [key for key in keys if key in self.spelled and key not in self._noted]
-        self._noted.update(here)
-        if here:
-            self.outcomes.append(Outcome(kind, tuple(self.spelled[key] for key in here), why))
+        unnoted = [key for key in keys if key in self.spelled and key not in self._noted]
+        self._noted.update(unnoted)
+        if unnoted:
+            self.outcomes.append(Outcome(kind, tuple(self.spelled[key] for key in unnoted), why))
 
     def refuse(self, key: str, why: str) -> None:
         """Note that no config can replace this key, or its absence."""
-        given = f"= {self._given[key]!r}"[:SHOWN_CHARS] if key in self._given else "is not given"
-        usual = next((name for name, ours in self.own.called.items() if ours == key), key)
-        name = f"{self.spelled.get(key, usual)} {given}"
+        value = f"= {self._values[key]!r}"[:SHOWN_CHARS] if key in self._values else "is not given"
+        usual = next((name for name, canonical in self.own.called.items() if canonical == key), key)
+        name = f"{self.spelled.get(key, usual)} {value}"
         self._noted.add(key)
         self.outcomes.append(Outcome("refused", (name,), why))
 
@@ -134,28 +134,30 @@ class Draft:
             if name not in self._settled | self._noted and self.get(name) not in OFF:
                 self._translate(name, words)
         reasons = self.shared.accounts() | self.own.accounts()
-        known = {*self._asked, *self.own.called, *reasons}
+        valid_keys = {*self._read, *self.own.called, *reasons}
         for name in self.spelled:
             if name not in self._noted:
-                self._account(name, *reasons.get(name, ("unknown", "")), known=known)
+                self._account(name, *reasons.get(name, ("unknown", "")), valid_keys=valid_keys)
 
     def _translate(self, name: str, words: Words) -> None:
         word = self.get(name)
-        values = [ours for ours, theirs in words.values.items() if word == ours or word in theirs]
+        values = [
+            value for value, spellings in words.values.items() if word == value or word in spellings
+        ]
         how = "" if values else f"for {word!r}: {words.why}"
         self.put(words.setting, [*values, words.otherwise][0], name, how=how)
 
-    def _account(self, name: str, kind: Kind, why: str, *, known: set[str]) -> None:
-        value = self._given.get(name)
-        near = difflib.get_close_matches(self.spelled[name], known, n=1)
+    def _account(self, name: str, kind: Kind, why: str, *, valid_keys: set[str]) -> None:
+        value = self._values.get(name)
+        near = difflib.get_close_matches(self.spelled[name], valid_keys, n=1)
         holds_for = (self.shared.only_as | self.own.only_as).get(name, [value])
-        if kind == "unknown" and name not in known:
+        if kind == "unknown" and name not in valid_keys:
             hint = f"; did you mean {near[0]}?" if near else ""
             self.note(kind, [name], f"nothing of it is in the config{hint}")
         elif kind == "unknown" or (value in OFF and (kind != "changed" or value is None)):
             self.note("without effect", [name], "empty, off, or left out by other keys")
         elif value not in holds_for:
-            usual = " or ".join(str(known) for known in holds_for)
+            usual = " or ".join(map(str, holds_for))
             self.note("without counterpart", [name], f"here it is always {usual}")
         elif kind == "refused":
             self.refuse(name, why)

@@ -85,15 +85,19 @@ def read_source(file: Path, trainer: TrainerName | None) -> Source:
         what = "has no keys" if document else "is empty"
         raise UserError(f"{file}: it {what}. Name a trainer's YAML file.")
     values = {str(key): _numbers(value) for key, value in document.items()}
-    return Source(file, trainer or _whose(file, values), values)
+    return Source(file, trainer or _detected_trainer(file, values), values)
 
 
-def _whose(file: Path, values: Mapping[str, Any]) -> TrainerName:
+def _detected_trainer(file: Path, values: Mapping[str, Any]) -> TrainerName:
     names: tuple[TrainerName, ...] = get_args(TrainerName)
     owners = [name for name in names if not values.keys().isdisjoint(table(name).known_by)]
     if len(owners) != 1:
-        said = " and ".join(table(name).title for name in owners)
-        why = f"it has keys of {said}" if said else "no key tells whose file it is"
+        titles_matching = " and ".join(table(name).title for name in owners)
+        why = (
+            f"it has keys of {titles_matching}"
+            if titles_matching
+            else "no key tells whose file it is"
+        )
         titles = ", ".join(table(name).title for name in names)
         change = f"--from says whose it is: {', '.join(names)}"
         raise UserError(f"{file}: {why}. Files of {titles} are read; {change}.")

@@ -85,9 +85,9 @@ def _adapter(draft: Draft) -> None:
     whole = draft.texts("modules_to_save")
     keys, how = ("lora_target_linear", "lora_target_modules"), ""
     if draft.get("lora_target_linear") or targets in (None, "all", "all-linear"):
-        here = "lora_target_linear takes all" if draft.has("lora_target_modules") else ""
+        both_given = "lora_target_linear takes all" if draft.has("lora_target_modules") else ""
         less = "PEFT's own choice has fewer, mostly q_proj and v_proj"
-        how = "" if targets in ("all", "all-linear") else here
+        how = "" if targets in ("all", "all-linear") else both_given
         if not draft.get("lora_target_linear") and targets is None:
             how = less
         targets = "all-linear"

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from workflow.lib.settings.evaluate import CONVERTER
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.files import put_in_place
+from workflow.lib.system.files import replace_folder
 from workflow.scripts.command import run, stage_parser
 
 PACKAGE = "xllamacpp"
@@ -49,7 +49,7 @@ def download_converters(folder: Path, *, release: str, sha256: str) -> None:
             )
         unpacked = Path(temporary) / "llama.cpp"
         _unpack(archive, unpacked)
-        put_in_place(unpacked, folder)
+        replace_folder(unpacked, folder)
 
 
 def _downloaded(folder: Path, release: str) -> Path:

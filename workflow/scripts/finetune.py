@@ -12,7 +12,7 @@ from pathlib import Path
 from workflow.lib.artifacts.preflight_record import Preflight
 from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.settings.tracking import TrackingConfig
-from workflow.lib.system.environment import find_place
+from workflow.lib.system.environment import find_node
 from workflow.lib.training.failure_causes import damaged_tokens
 from workflow.lib.training.launch import Workers, launch_workers
 from workflow.lib.training.live_view import check_tracking
@@ -26,7 +26,7 @@ def main(args: argparse.Namespace) -> None:
         "workflow.scripts.finetune_worker",
         sys.argv[1:],
         processes=plan.processes,
-        place=find_place(plan.nodes, os.environ),
+        place=find_node(plan.nodes, os.environ),
         grace_s=train["grace_seconds"],
         deterministic=train["deterministic"],
     )

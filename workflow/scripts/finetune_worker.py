@@ -34,7 +34,7 @@ from workflow.lib.scores.store import ScoreStore, recorded_scores
 from workflow.lib.settings.config import RunConfig
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.checksums import listed_files, recorded_files
-from workflow.lib.system.files import file_sha256, provenance, put_in_place, write_checked_json
+from workflow.lib.system.files import file_sha256, provenance, replace_folder, write_checked_json
 from workflow.lib.system.input_files import Inputs
 from workflow.lib.system.locks import exclusive
 from workflow.lib.training.best_adapter import BestAdapter, HeldOut, patience_is_over
@@ -412,7 +412,7 @@ def write_results(
     lineage = {"lineage": args.lineage} if args.lineage else {}
     facts = summary | lineage | {"base": str(args.base), "provenance": provenance()}
     write_checked_json(partial / "summary.json", facts)
-    put_in_place(partial, args.output)
+    replace_folder(partial, args.output)
     logger.info("%s: loss %.3f -> %.3f", journal.amount(), *map(summary.get, LOSSES))
 
 

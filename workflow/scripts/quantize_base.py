@@ -46,7 +46,7 @@ from workflow.lib.system.checksums import check_files, downloaded_files, without
 from workflow.lib.system.files import (
     file_sha256,
     package_versions,
-    put_in_place,
+    replace_folder,
     short_hash,
     write_checked_json,
     write_checksums,
@@ -118,7 +118,7 @@ def main(args: argparse.Namespace) -> None:
     write_checked_json(partial / "quantization.json", record.as_json())
     write_checksums(partial)
     inputs.check()
-    put_in_place(partial, args.output)
+    replace_folder(partial, args.output)
     logger.info(
         "quantized %d linears and %d stacks of experts (%s parameters) to NF4 (%s) on %s: %.3f GiB",
         len(linears), len(stacks), f"{num_weights:,}", method, device.type,

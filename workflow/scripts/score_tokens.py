@@ -185,7 +185,7 @@ def opened(
         with model.stream() as stream:
             yield StreamedScorer(stream, **asked)
         return
-    needs = read_attention_needs(folders.model).asked(0)
+    needs = read_attention_needs(folders.model).with_dropout(0)
     attention = resolve_training_attention(
         settings.attention, process.device, needs, compute_dtype=dtype
     )

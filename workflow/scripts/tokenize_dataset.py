@@ -341,9 +341,9 @@ def write_arrays(
     )
     pad = tokenizer_facts["pad_token_id"]
     packed_rows = write_train(
-        folder, windows, seq_len=settings.seq_len, pad_token_id=pad, more=optional_arrays(train)
+        folder, windows, seq_len=settings.seq_len, pad_token_id=pad, optional=optional_arrays(train)
     )
-    write_heldout(folder, blocks(heldout), more=optional_arrays(heldout))
+    write_heldout(folder, blocks(heldout), optional=optional_arrays(heldout))
     return packed_rows
 
 

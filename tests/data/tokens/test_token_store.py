@@ -70,8 +70,8 @@ def rated(tmp_path):
     ids, mask = (np.concatenate(parts) for parts in zip(*RATED, strict=True))
     packing = Packing(documents=np.arange(4), offsets=np.array([0, 2, 4]))
     some = Window(ids, mask, np.cumsum(lengths) - lengths, lengths, packing, {DESIRABLE[0]: good})
-    write_train(tmp_path, [some], seq_len=SEQ_LEN, pad_token_id=PAD, more=DESIRABLE[:1])
-    write_heldout(tmp_path, [(ids, mask, good, lengths)], more=DESIRABLE[1:])
+    write_train(tmp_path, [some], seq_len=SEQ_LEN, pad_token_id=PAD, optional=DESIRABLE[:1])
+    write_heldout(tmp_path, [(ids, mask, good, lengths)], optional=DESIRABLE[1:])
     counts = {"train": {"packed_rows": 2}, "heldout": {"tokens": len(ids), "documents": 4}}
     save_manifest(tmp_path, examples="rated", splits=counts, more=DESIRABLE)
     return tmp_path

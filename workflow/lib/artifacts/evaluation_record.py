@@ -238,11 +238,11 @@ def four_bits_cost(subjects: Mapping[SubjectName, Evaluation]) -> FourBitsCost |
     """Return the cost of 4 bits, by the evaluation or else the base's calibration, or None."""
     if (base := subjects.get("base")) is None:
         return None
-    found = base.comparisons.get("original")
-    if found is not None and (gain := found.loss_difference) is not None:
-        ends = found.loss_difference_ci95
+    comparison = base.comparisons.get("original")
+    if comparison is not None and (gain := comparison.loss_difference) is not None:
+        ends = comparison.loss_difference_ci95
         ci95 = None if ends is None else (-ends[1], -ends[0])
-        return FourBitsCost(-gain, ci95, found.p_value, found.documents, "evaluation")
+        return FourBitsCost(-gain, ci95, comparison.p_value, comparison.documents, "evaluation")
     paid = None if base.four_bits is None else base.four_bits.calibrated
     if paid is None or (nats := paid.loss_difference) is None:
         return None

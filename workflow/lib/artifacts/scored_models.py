@@ -47,17 +47,17 @@ class ScoredModel:
 
     @property
     def options(self) -> list[str]:
-        said = {"--base": self.base, "--model": self.model, "--setting": self.setting}
-        said |= {"--named": self.named, "--top-k": str(self.top_k)}
-        return [part for name, value in said.items() if value for part in (name, value)]
+        values = {"--base": self.base, "--model": self.model, "--setting": self.setting}
+        values |= {"--named": self.named, "--top-k": str(self.top_k)}
+        return [part for name, value in values.items() if value for part in (name, value)]
 
 
 def scored_models(runs: Mapping[str, RunConfig]) -> dict[str, ScoredModel]:
     """Return the scored model of each run that reads scores. Raises `UserError` for an unknown
     name, and for runs that wait for each other."""
-    found = {name: model for name in runs if (model := _scored(name, runs)) is not None}
-    _check_order(runs, {name: model.named for name, model in found.items()})
-    return found
+    models = {name: model for name in runs if (model := _scored(name, runs)) is not None}
+    _check_order(runs, {name: model.named for name, model in models.items()})
+    return models
 
 
 def made_folders(runs: Mapping[str, RunConfig], scored: Mapping[str, ScoredModel]) -> set[str]:
@@ -67,8 +67,8 @@ def made_folders(runs: Mapping[str, RunConfig], scored: Mapping[str, ScoredModel
     adapters = {f"{layout.stage_dir(name, 'consolidate')}/adapter" for name in runs}
     bases = {layout.base_dir(run) for run in runs.values()}
     extended = {layout.model_dir(run) for run in runs.values() if run.model.add_tokens}
-    of_hub = {model.model for model in scored.values() if model.model and model.download}
-    return downloads | extended | adapters | bases | of_hub
+    hub_models = {model.model for model in scored.values() if model.model and model.download}
+    return downloads | extended | adapters | bases | hub_models
 
 
 def _scored(name: str, runs: Mapping[str, RunConfig]) -> ScoredModel | None:
@@ -86,19 +86,19 @@ def _scored(name: str, runs: Mapping[str, RunConfig]) -> ScoredModel | None:
     )
     label = re.sub(r"[^A-Za-z0-9._-]+", "_", label)
     download = None
-    if kind is _of_hub:
+    if kind is _hub_model:
         download = {"repo_id": named, "revision": None, "kind": SCORED, "files": None}
     scores = str(layout.RESULTS / "scores" / f"{label}-{key}")
     return ScoredModel(setting, named, base, model, tuple(files), scores, top_k, download)
 
 
-Found = tuple[list[Any], str, str | None, str | None, list[str]]
+ModelParts = tuple[list[Any], str, str | None, str | None, list[str]]
 """Identity, label, base, model and its files."""
-Kind = Callable[[RunConfig, str, Mapping[str, RunConfig]], Found]
+Kind = Callable[[RunConfig, str, Mapping[str, RunConfig]], ModelParts]
 
 
 def _kind(name: str, named: str, setting: str, runs: Mapping[str, RunConfig]) -> Kind:
-    words = {START: _of_start, ORIGINAL: _of_original}
+    words = {START: _start_model, ORIGINAL: _original_model}
     where = f"{setting} (run {name})"
     if named in words:
         if named in runs:
@@ -106,9 +106,9 @@ def _kind(name: str, named: str, setting: str, runs: Mapping[str, RunConfig]) ->
             raise setting_error(where, named, reason, "Rename the run")
         return words[named]
     if named in runs:
-        return _of_run
+        return _run_model
     if is_hub_id(named):
-        return _of_hub
+        return _hub_model
     others = ", ".join(other for other in runs if other != name) or "none"
     change = f"Name {START}, {ORIGINAL}, another run ({others}), a folder or a hub id (owner/name)"
     if not path_exists(named):
@@ -117,37 +117,37 @@ def _kind(name: str, named: str, setting: str, runs: Mapping[str, RunConfig]) ->
     if not any((Path(named) / file).is_file() for file in (CONFIG, ADAPTER)):
         reason = f"the folder has neither {CONFIG} (a model) nor {ADAPTER} (an adapter)"
         raise setting_error(where, named, reason, change)
-    return _of_folder
+    return _folder_model
 
 
-def _of_start(run: RunConfig, named: str, runs: Mapping[str, RunConfig]) -> Found:
+def _start_model(run: RunConfig, named: str, runs: Mapping[str, RunConfig]) -> ModelParts:
     start, base = run.train.start_from, layout.base_dir(run)
     if start is not None and start in runs:
-        return _of_run(run, start, runs)
+        return _run_model(run, start, runs)
     identity = [layout.base_key(run), *([start] if start else [])]
     return identity, run.model.name, base, layout.start_adapter(run), layout.start_files(run)
 
 
-def _of_original(run: RunConfig, named: str, runs: Mapping[str, RunConfig]) -> Found:
+def _original_model(run: RunConfig, named: str, runs: Mapping[str, RunConfig]) -> ModelParts:
     folder = layout.model_dir(run)
     files = layout.local_files(folder, MODEL_PATTERNS)
     return [layout.model_key(run)], run.model.name, None, folder, files
 
 
-def _of_run(run: RunConfig, named: str, runs: Mapping[str, RunConfig]) -> Found:
+def _run_model(run: RunConfig, named: str, runs: Mapping[str, RunConfig]) -> ModelParts:
     other, folder = runs[named], f"{layout.stage_dir(named, 'consolidate')}/adapter"
     files = [f"{folder}/{file}" for file in RUN_ADAPTER]
     return [named, layout.fingerprint(other)], named, layout.base_dir(other), folder, files
 
 
-def _of_folder(run: RunConfig, named: str, runs: Mapping[str, RunConfig]) -> Found:
+def _folder_model(run: RunConfig, named: str, runs: Mapping[str, RunConfig]) -> ModelParts:
     is_adapter = (Path(named) / ADAPTER).is_file()
     base = layout.base_dir(run) if is_adapter else None
     identity = [named, layout.base_key(run) if is_adapter else None]
     return identity, Path(named).resolve().name, base, named, layout.local_files(named, FILES)
 
 
-def _of_hub(run: RunConfig, named: str, runs: Mapping[str, RunConfig]) -> Found:
+def _hub_model(run: RunConfig, named: str, runs: Mapping[str, RunConfig]) -> ModelParts:
     """Only the downloaded files show whether it is a model or an adapter on the run's base."""
     label = PurePosixPath(named).name
     folder = str(layout.RESULTS / "hub" / SCORED / f"{label}-{short_hash([named])}")

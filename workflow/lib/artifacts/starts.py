@@ -24,7 +24,7 @@ from workflow.lib.settings.config import RunConfig, is_hub_id, path_exists
 from workflow.lib.system.errors import UserError, setting_error
 
 SETTING = "train.start_from"
-OF_BASE = {"model": ("source", "revision", "add_tokens"), "quantize": None}
+BASE_SETTINGS = {"model": ("source", "revision", "add_tokens"), "quantize": None}
 
 
 def with_starts(
@@ -95,7 +95,7 @@ def _other_base(run: RunConfig, other: RunConfig) -> dict[str, tuple[object, obj
     """Return the settings of a run's base that differ from another's."""
     return {
         f"{section}.{key}": (own, its)
-        for section, keys in OF_BASE.items()
+        for section, keys in BASE_SETTINGS.items()
         for key in keys or type(getattr(run, section)).model_fields
         if (own := getattr(getattr(run, section), key))
         != (its := getattr(getattr(other, section), key))

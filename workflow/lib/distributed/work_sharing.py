@@ -168,7 +168,7 @@ def check_recorded(
     """Hash files, each on one process, by its torch threads; raise `UserError` on all if one is
     damaged. Collective (None: alone). Calls `moved` after every MiB."""
     ordered = agreed(largest_first(files), world=world)
-    look = partial(findings, threads=torch.get_num_threads(), moved=moved)
+    look = partial(findings, threads=torch.get_num_threads(), on_progress=moved)
     refuse_damaged(ordered, shared_out(ordered, look, world=world))
 
 

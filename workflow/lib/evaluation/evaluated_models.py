@@ -84,7 +84,7 @@ def source_files(
         return recorded
     paths = sorted(path for path in folder.iterdir() if _counts(path.name))
     hashes = shared_out(
-        paths, lambda mine: [file_sha256(path, moved=moved) for path in mine], world=world
+        paths, lambda mine: [file_sha256(path, on_progress=moved) for path in mine], world=world
     )
     return [RecordedFile(folder, p.name, sha) for p, sha in zip(paths, hashes, strict=True)]
 

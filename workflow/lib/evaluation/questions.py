@@ -41,7 +41,7 @@ from workflow.lib.scores.scoring import HeldoutSums
 from workflow.lib.scores.streamed_model import StreamedModel
 from workflow.lib.settings.config import EvaluateConfig
 from workflow.lib.settings.subjects import SUBJECT_LABELS, SUBJECTS, SubjectName
-from workflow.lib.system.artifact_files import said
+from workflow.lib.system.artifact_files import fault_text
 from workflow.lib.system.checksums import RecordedFile
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.files import provenance, read_checked_json, short_hash, write_checked_json
@@ -78,7 +78,7 @@ class Archive:
             return read_checked_json(path)["value"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             logger.warning(
-                "%s is damaged (%s): it is ignored, and measured again", path, said(error)
+                "%s is damaged (%s): it is ignored, and measured again", path, fault_text(error)
             )
             return None
 

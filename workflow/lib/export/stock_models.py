@@ -46,7 +46,7 @@ from workflow.lib.kernels.nf4.decode import decoded
 from workflow.lib.model.layers.rotary_by_length import rotate_by_call_alone_
 from workflow.lib.model.nf4_model import auto_class, build_on_meta
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.undocumented_interfaces import OF_MODELS, check_interfaces
+from workflow.lib.system.undocumented_interfaces import MODEL_PACKAGES, check_interfaces
 
 DECODED = {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -63,7 +63,7 @@ def load_base(
             f"{base_dir} holds no model (config.json is not there). Name the folder of a model; if "
             "a stage makes it, delete it and repeat the command."
         )
-    check_interfaces(*OF_MODELS)
+    check_interfaces(*MODEL_PACKAGES)
     check_whole(base_dir)
     stock = build_on_meta(base_dir, dtype=compute_dtype)
     stacks = expert_stacks(stock) if is_nf4(stock) else {}

@@ -12,7 +12,7 @@ from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_
 from workflow.lib.checkpoints.files.attention_needs import attention_needs
 from workflow.lib.kernels.attention import wide as wide_attention
 from workflow.lib.system.compute_choice import (
-    ASKED_FOR,
+    BY_SETTING,
     FLASH,
     FLEX,
     VARLEN,
@@ -20,7 +20,7 @@ from workflow.lib.system.compute_choice import (
     AttentionChoice,
     AttentionNeeds,
     MatmulHardware,
-    asked_attention_lack,
+    attention_obstacle,
     automatic_attention,
     choose_dtype,
     choose_matmul_dtype,
@@ -45,12 +45,12 @@ def resolve_training_attention(
         return _automatic(device, compute_dtype, needs, training=True)
     if name not in (VARLEN, FLEX):
         stock = resolve_attention(name, device, needs, compute_dtype=compute_dtype)
-        return AttentionChoice(stock, ASKED_FOR)
+        return AttentionChoice(stock, BY_SETTING)
     check = _varlen_lack if name == VARLEN else partial(_lack, FLEX)
     lack = check(device, compute_dtype, needs)
     if lack is not None:
         raise setting_error("model.attention", name, lack, "Set it to auto")
-    return AttentionChoice(name, ASKED_FOR)
+    return AttentionChoice(name, BY_SETTING)
 
 
 def _varlen_lack(
@@ -66,7 +66,7 @@ def _lack(
     name: str, device: torch.device, compute_dtype: torch.dtype, needs: AttentionNeeds
 ) -> str | None:
     """Return why an implementation cannot run on this device with the installed packages."""
-    lack = asked_attention_lack(
+    lack = attention_obstacle(
         name,
         needs,
         cuda=device.type == "cuda",

@@ -57,7 +57,7 @@ from workflow.lib.model.nf4_model import (
 )
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import file_sha256
-from workflow.lib.system.number_formats import some_of
+from workflow.lib.system.number_formats import listed_names
 
 # Sizes that a config.json must say itself: defaults of the class belong to another model.
 WIDTH = "intermediate_size"
@@ -143,8 +143,8 @@ def _check_end(path: Path, model: PreTrainedModel) -> None:
     if any(len(sizes[name].shape) > 1 and names.of(name).startswith(layers) for name in zeros):
         raise UserError(
             f"{path} ends in zeros, in {len(zeros)} of its {len(sizes)} tensors "
-            f"({some_of(zeros, limit=3)}): a copy or download of it broke off. Download or copy it "
-            "again."
+            f"({listed_names(zeros, limit=3)}): a copy or download of it broke off. Download or "
+            "copy it again."
         )
 
 

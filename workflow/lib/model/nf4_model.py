@@ -46,7 +46,7 @@ from workflow.lib.model.layers.nf4_linear import (
     nf4_linears,
 )
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.undocumented_interfaces import OF_MODELS, check_interfaces
+from workflow.lib.system.undocumented_interfaces import MODEL_PACKAGES, check_interfaces
 
 # In order of precedence: some multimodal models have a text class of their own.
 TABLES: dict[type[Any], dict[str, Any]] = {
@@ -141,7 +141,7 @@ def build_nf4_on_meta(
     """Build an NF4 checkpoint's model on meta (as `build_on_meta`): `NF4Linear`s, everything
     frozen. Raises `UserError` if quantized tensors and linears do not correspond, or if an
     installed package lacks an interface."""
-    check_interfaces(*OF_MODELS)
+    check_interfaces(*MODEL_PACKAGES)
     model = build_on_meta(
         folder, dtype=compute_dtype, attention=attention, attention_dropout=attention_dropout
     )

@@ -88,8 +88,8 @@ def _results(run: Run) -> dict[str, Value]:
     cost = measured.four_bits_cost
     losses = {
         k: v
-        for found in measured.subjects.values()
-        for k, v in (_heldout(found) | _rewards(found)).items()
+        for evaluation in measured.subjects.values()
+        for k, v in (_heldout(evaluation) | _rewards(evaluation)).items()
     }
     return {
         "first_loss": summary.first_loss,
@@ -114,9 +114,9 @@ def _results(run: Run) -> dict[str, Value]:
     }
 
 
-def _heldout(found: Evaluation) -> dict[str, Value]:
-    heldout = found.heldout
-    name = COLUMN_NAMES.get(found.subject, found.subject)
+def _heldout(evaluation: Evaluation) -> dict[str, Value]:
+    heldout = evaluation.heldout
+    name = COLUMN_NAMES.get(evaluation.subject, evaluation.subject)
     return {
         **_estimated(
             f"{name}_heldout_loss",
@@ -141,10 +141,10 @@ def _estimated(name: str, value: Value, ci95: Interval | None) -> dict[str, Valu
     return {name: value, f"{name}_ci95_low": low, f"{name}_ci95_high": high}
 
 
-def _rewards(found: Evaluation) -> dict[str, Value]:
-    if (rewards := found.rewards) is None:
+def _rewards(evaluation: Evaluation) -> dict[str, Value]:
+    if (rewards := evaluation.rewards) is None:
         return {}
-    name, values = COLUMN_NAMES.get(found.subject, found.subject), dict[str, Value]()
+    name, values = COLUMN_NAMES.get(evaluation.subject, evaluation.subject), dict[str, Value]()
     for key in ("accuracy", "margin", "chosen_log_ratio", "rejected_log_ratio"):
         column = f"{name}_{key}" if key.endswith("ratio") else f"{name}_reward_{key}"
         values |= _estimated(column, getattr(rewards, key), getattr(rewards, f"{key}_ci95"))
@@ -178,11 +178,13 @@ def best_run(runs: list[Run]) -> Run | None:
     """Return the run with the largest share of right rewards, or without rewards that with the
     lowest held-out loss; None for one run, or other documents."""
     served = [(run.measured.served, run) for run in runs]
-    losses = [(found.heldout.loss, run) for found, run in served if found.heldout]
-    wrong = [(-found.rewards.accuracy, run) for found, run in served if found.rewards]
+    losses = [(evaluation.heldout.loss, run) for evaluation, run in served if evaluation.heldout]
+    reward_errors = [
+        (-evaluation.rewards.accuracy, run) for evaluation, run in served if evaluation.rewards
+    ]
     if len(losses) < 2 or not comparable(runs):
         return None
-    return min(wrong or losses, key=lambda pair: pair[0])[1]
+    return min(reward_errors or losses, key=lambda pair: pair[0])[1]
 
 
 def pairs_of(runs: list[Run]) -> int:
@@ -203,9 +205,12 @@ def behind_best(runs: list[Run]) -> dict[str, Estimate]:
     }
 
 
-def _paired(own: Evaluation, best: Evaluation) -> tuple[list[float], list[float]] | None:
+def _paired(evaluated: Evaluation, best: Evaluation) -> tuple[list[float], list[float]] | None:
     """Return by unit the distance to the best and the weight; None for other documents."""
-    losses, others = (found.heldout.per_document if found.heldout else [] for found in (own, best))
+    losses, others = (
+        evaluation.heldout.per_document if evaluation.heldout else []
+        for evaluation in (evaluated, best)
+    )
     both = list(zip(losses, others, strict=False))
     same = all((one.document, one.tokens) == (two.document, two.tokens) for one, two in both)
     if not losses or len(losses) != len(others) or not same:
@@ -213,9 +218,9 @@ def _paired(own: Evaluation, best: Evaluation) -> tuple[list[float], list[float]
     if best.rewards is None:
         gains = [one.loss[0] - two.loss[0] for one, two in both]
         return gains, [one.loss[1] for one, _ in both]
-    if own.rewards is None or len(own.rewards.margins) != len(best.rewards.margins):
+    if evaluated.rewards is None or len(evaluated.rewards.margins) != len(best.rewards.margins):
         return None
-    margins = zip(own.rewards.margins, best.rewards.margins, strict=True)
+    margins = zip(evaluated.rewards.margins, best.rewards.margins, strict=True)
     gains = [float(two > 0) - float(one > 0) for one, two in margins]
     return gains, [1.0] * len(gains)
 

@@ -126,10 +126,12 @@ def drawn(curves: Iterable[Curve], runs: list[Run], *, numbers: str) -> list[Fig
 
 def _lines(curve: Curve, run: Run, index: int) -> Iterator[dict[str, Any]]:
     for field in curve.fields:
-        told = [(step, value) for step in run.steps if (value := getattr(step, field)) is not None]
-        if not told:
+        logged = [
+            (step, value) for step in run.steps if (value := getattr(step, field)) is not None
+        ]
+        if not logged:
             continue
-        steps, values = map(list, zip(*told, strict=True))
+        steps, values = map(list, zip(*logged, strict=True))
         line = line_of(run, index, values, curve.number, steps=steps)
         if curve.marked:
             line["mode"] = "lines+markers"

@@ -122,8 +122,8 @@ def _objective(settings: TrainedSettings) -> list[str]:
     if name == "sft":
         return []
     pairs = [setting.split(".") for setting in needs_of(name).settings]
-    given = {key: getattr(settings, section).get(key) for section, key in pairs}
-    return [name, *(f"{key} {value}" for key, value in given.items() if value is not None)]
+    values = {key: getattr(settings, section).get(key) for section, key in pairs}
+    return [name, *(f"{key} {value}" for key, value in values.items() if value is not None)]
 
 
 def text(value: object) -> Markup:

@@ -17,7 +17,7 @@ KINDS: dict[str, tuple[str, str]] = {
 }
 
 
-def _of_kinds(name: str) -> tuple[str, ...]:
+def _fields_by_kind(name: str) -> tuple[str, ...]:
     return tuple(f"{name}_{kind}" for kinds in KINDS.values() for kind in kinds)
 
 
@@ -27,14 +27,14 @@ CURVES = (
         "Rewards",
         "As the objective defines them, mean over a step. Dashed: rejected or undesirable answers.",
         "reward",
-        _of_kinds("reward"),
+        _fields_by_kind("reward"),
     ),
     Curve(
         "log_probs",
         "Log-probabilities",
         "Of whole answers, mean over a step. Dashed: rejected or undesirable answers.",
         "nats per answer",
-        _of_kinds("log_probs"),
+        _fields_by_kind("log_probs"),
     ),
     Curve(
         "reward_accuracy",
@@ -65,8 +65,8 @@ def reward_runs(runs: Sequence[Run]) -> list[Run]:
 
 
 def reward_fields(run: Run) -> list[str]:
-    known = [field for curve in CURVES for field in curve.fields]
-    return [name for name in known if any(getattr(s, name) is not None for s in run.steps)]
+    fields = [field for curve in CURVES for field in curve.fields]
+    return [name for name in fields if any(getattr(s, name) is not None for s in run.steps)]
 
 
 def reward_figures(runs: list[Run]) -> list[Figure]:

@@ -46,16 +46,18 @@ class Run:
     @property
     def samples(self) -> list[Answers]:
         """Answers of the reference, the start of the training and the served model."""
-        found = self.measured
-        shown = {label(e): e for e in (found.sample_reference, found.start, found.served) if e}
+        measured = self.measured
+        shown = {
+            label(e): e for e in (measured.sample_reference, measured.start, measured.served) if e
+        }
         return [
             Answers(
-                document=of_all[0].document,
-                prompt=of_all[0].prompt,
-                reference=of_all[0].reference,
-                answers={name: s.answer for name, s in zip(shown, of_all, strict=True)},
+                document=samples[0].document,
+                prompt=samples[0].prompt,
+                reference=samples[0].reference,
+                answers={name: s.answer for name, s in zip(shown, samples, strict=True)},
             )
-            for of_all in zip(*(e.samples for e in shown.values()), strict=True)
+            for samples in zip(*(e.samples for e in shown.values()), strict=True)
         ]
 
     @property

@@ -89,8 +89,8 @@ class Measured:
         return self._reference(lambda found: bool(found.samples))
 
     def _reference(self, has_it: Callable[[Evaluation], bool]) -> Evaluation:
-        known = [self.subjects[name] for name in REFERENCES if name in self.subjects]
-        return next((found for found in known if has_it(found)), known[0])
+        references = [self.subjects[name] for name in REFERENCES if name in self.subjects]
+        return next((evaluation for evaluation in references if has_it(evaluation)), references[0])
 
     @property
     def comparison(self) -> Comparison:
@@ -158,21 +158,24 @@ def read_measured(folder: Path, *, run: str) -> Measured:
     another run's or of other questions, and unless one is of the served model and one a
     reference."""
     files = {name: folder / f"{name}.json" for name in SUBJECTS}
-    found = {name: read_record(path, Evaluation) for name, path in files.items() if path.is_file()}
-    served = [name for name, evaluation in found.items() if evaluation.served]
-    if len(served) != 1 or not set(REFERENCES) & found.keys():
+    evaluations = {
+        name: read_record(path, Evaluation) for name, path in files.items() if path.is_file()
+    }
+    served = [name for name, evaluation in evaluations.items() if evaluation.served]
+    if len(served) != 1 or not set(REFERENCES) & evaluations.keys():
         raise UserError(
-            f"{folder}: of the evaluations there ({', '.join(found) or 'none'}) {len(served)} are "
-            f"of what is served, which must be one; and one of {', '.join(REFERENCES)} must be "
-            f"measured. Delete the folder {folder} and repeat the command; it is made again."
+            f"{folder}: of the evaluations there ({', '.join(evaluations) or 'none'}) "
+            f"{len(served)} are of what is served, which must be one; and one of "
+            f"{', '.join(REFERENCES)} must be measured. Delete the folder {folder} and repeat the "
+            "command; it is made again."
         )
-    for name, evaluation in found.items():
+    for name, evaluation in evaluations.items():
         refuse_mismatch(files[name], "run", evaluation.run, "its folder", run)
         refuse_mismatch(files[name], "subject", evaluation.subject, "its file name", name)
-        if lost := evaluation.comparisons.keys() - found.keys():
+        if lost := evaluation.comparisons.keys() - evaluations.keys():
             finding = f"is not there, and {files[name].name} compares with it"
             raise damaged(folder, f"{min(lost)}.json", finding)
-    measured = Measured(found, read_record(folder / ITEMS, Items).overlap_counts)
+    measured = Measured(evaluations, read_record(folder / ITEMS, Items).overlap_counts)
     _check_questions(measured, files)
     return measured
 
@@ -276,8 +279,8 @@ def _loss_gain(measured: Measured, source: str) -> tuple[float, Interval | None]
     if source:
         by_source = measured.comparison.sources
         if source not in by_source:
-            known = f"Held-out documents are of {', '.join(by_source)}"
-            raise setting_error("evaluate.require", source, "it has no held-out document", known)
+            sources = f"Held-out documents are of {', '.join(by_source)}"
+            raise setting_error("evaluate.require", source, "it has no held-out document", sources)
         compared = by_source[source]
     assert compared.loss_difference is not None, "the settings require it to be measured"
     return compared.loss_difference, compared.loss_difference_ci95
@@ -294,16 +297,19 @@ def _reward(name: str, served: Evaluation) -> tuple[float, Interval | None]:
 def _metric_gain(
     name: str, served: Evaluation, reference: Evaluation
 ) -> tuple[float, Interval | None]:
-    known = {
+    measured = {
         f"{task}/{metric}": (paired, served.tasks[task].metrics[metric].higher_is_better)
         for task, metrics in served.comparisons[reference.subject].tasks.items()
         for metric, paired in metrics.items()
     }
-    if name not in known:
+    if name not in measured:
         raise setting_error(
-            "evaluate.require", name, "it is not measured", f"Known: {', '.join(known) or 'none'}"
+            "evaluate.require",
+            name,
+            "it is not measured",
+            f"Known: {', '.join(measured) or 'none'}",
         )
-    paired, higher = known[name]
+    paired, higher = measured[name]
     if higher is None:
         raise setting_error(
             "evaluate.require",

@@ -31,7 +31,7 @@ from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import (
     atomic_path,
     file_sha256,
-    put_in_place,
+    replace_folder,
     short_hash,
     write_checked_json,
     write_text,
@@ -152,7 +152,7 @@ class ScoreWriter:
             self._record(part).unlink()
         (self._folder / BEGUN_WITH).unlink()
         write_checked_json(self._folder / MANIFEST, manifest.as_json())
-        put_in_place(self._folder, self._output)
+        replace_folder(self._folder, self._output)
         return manifest
 
     def _shards(self) -> Iterator[ScoreShard]:

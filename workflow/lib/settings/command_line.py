@@ -18,10 +18,10 @@ LISTS = (("--config", "-C"), ("--configfile", "--configfiles"))
 def check_options(words: Sequence[str]) -> None:
     """Raise `UserError` for settings before a repeated option, which Snakemake silently drops."""
     for names in LISTS:
-        given = [word.partition("=")[0] for word in words if word.partition("=")[0] in names]
-        if len(given) > 1:
+        options = [word.partition("=")[0] for word in words if word.partition("=")[0] in names]
+        if len(options) > 1:
             raise UserError(
-                f"{names[0]} stands {len(given)} times in the command, and Snakemake would take "
+                f"{names[0]} stands {len(options)} times in the command, and Snakemake would take "
                 f"the last one alone. Give all behind one: {names[0]} A B"
             )
 

@@ -184,23 +184,24 @@ class RunConfig(Sections):
 
     @model_validator(mode="after")
     def _required_rewards_are_trained(self) -> "RunConfig":
-        asked = [name for name in REWARDS if name in self.evaluate.require]
-        if asked and needs_of(self.train.objective).examples == "texts":
+        required = [name for name in REWARDS if name in self.evaluate.require]
+        if required and needs_of(self.train.objective).examples == "texts":
             raise ValueError(
-                f"evaluate.require = {asked[0]}: train.objective = {self.train.objective} trains "
-                "no preferences. Require it of the runs that do (runs.<name>.evaluate.require)"
+                f"evaluate.require = {required[0]}: train.objective = {self.train.objective} "
+                "trains no preferences. Require it of the runs that do "
+                "(runs.<name>.evaluate.require)"
             )
         return self
 
     @model_validator(mode="after")
     def _required_sources_are_held_out(self) -> "RunConfig":
         sources = self.data.heldout_sources or self.data.train_sources
-        known = [f"{HELDOUT_LOSS}/{source.name or source.path}" for source in sources]
-        asked = [name for name in self.evaluate.require if name.startswith(f"{HELDOUT_LOSS}/")]
-        if unknown := [name for name in asked if name not in known]:
+        measured = [f"{HELDOUT_LOSS}/{source.name or source.path}" for source in sources]
+        required = [name for name in self.evaluate.require if name.startswith(f"{HELDOUT_LOSS}/")]
+        if unknown := [name for name in required if name not in measured]:
             raise ValueError(
                 f"evaluate.require = {unknown[0]}: no such source is held out. Name one of "
-                f"{', '.join(known)}, or add it to data.heldout"
+                f"{', '.join(measured)}, or add it to data.heldout"
             )
         return self
 
@@ -283,17 +284,17 @@ def load_config(
     Raises `UserError` naming the document's origin, each wrong key's path, its value, the bound,
     and the nearest valid key."""
     headline = f"{origin}: {NOT_VALID}" if origin else NOT_VALID
-    config = validated(Config, document, of=headline)
+    config = validated(Config, document, headline=headline)
     shared = {key: document[key] for key in RunConfig.model_fields if key in document}
     runs = {
         name: validated(
-            RunConfig, overridden(shared, override or {}), prefix=f"runs.{name}.", of=headline
+            RunConfig, overridden(shared, override or {}), prefix=f"runs.{name}.", headline=headline
         )
         for name, override in config.runs.items()
     }
     if lines := _unread_settings(document, config, runs):
         raise UserError("\n  ".join([headline, *lines]))
-    return config.report, {name: _of_objective(run) for name, run in runs.items()}
+    return config.report, {name: _with_objective_defaults(run) for name, run in runs.items()}
 
 
 def check_sources(runs: Mapping[str, RunConfig]) -> None:
@@ -335,13 +336,12 @@ def _unread_settings(
     objectives = {run.train.objective for run in runs.values()}
     for setting, (section, key) in _objective_settings(config).items():
         if not objectives & {*readers_of(setting)}:
-            given = ", ".join(sorted(objectives))
-            lines.append(_unread(setting, getattr(section, key), f"no run ({given}) reads it"))
+            names = ", ".join(sorted(objectives))
+            lines.append(_unread(setting, getattr(section, key), f"no run ({names}) reads it"))
     for name, override in config.runs.items():
-        own, objective = override or {}, runs[name].train.objective
+        objective = runs[name].train.objective
         for setting, (section, key) in _objective_settings(runs[name]).items():
-            section_name = setting.partition(".")[0]
-            is_own = key in (own.get(section_name) or {})
+            is_own = key in ((override or {}).get(setting.partition(".")[0]) or {})
             if is_own and setting not in needs_of(objective).settings:
                 why = f"train.objective = {objective} does not read it"
                 lines.append(_unread(f"runs.{name}.{setting}", getattr(section, key), why))
@@ -353,7 +353,7 @@ def _unread(setting: str, value: object, why: str) -> str:
     return f"{setting} = {value}: {why}. Remove it, or set train.objective to {readers}."
 
 
-def _of_objective(run: RunConfig) -> RunConfig:
+def _with_objective_defaults(run: RunConfig) -> RunConfig:
     """Return a run with the shared settings that its objective does not read at their defaults."""
     read = needs_of(run.train.objective).settings
     update: dict[str, dict[str, Any]] = {"preferences": {}, "distill": {}}
@@ -365,15 +365,19 @@ def _of_objective(run: RunConfig) -> RunConfig:
 
 
 def validated(
-    model: type[SectionT], document: Mapping[str, object], *, prefix: str = "", of: str = NOT_VALID
+    model: type[SectionT],
+    document: Mapping[str, object],
+    *,
+    prefix: str = "",
+    headline: str = NOT_VALID,
 ) -> SectionT:
-    """Return the settings in a parsed document. prefix: of their names; of: the first line of the
-    `UserError` that names each wrong one."""
+    """Return the settings in a parsed document. prefix: of their names; headline: the first line of
+    the `UserError` that names each wrong one."""
     try:
         return model.model_validate(document)
     except ValidationError as error:
         lines = [prefix + line for line in explain(model, document, error)]
-        raise UserError("\n  ".join([of, *lines])) from None
+        raise UserError("\n  ".join([headline, *lines])) from None
 
 
 def is_hub_id(source: str) -> bool:

@@ -82,10 +82,10 @@ class DataColumns(Section):
     @model_validator(mode="after")
     def _roles_have_columns_of_their_own(self) -> "DataColumns":
         for roles in ROLES_OF_A_ROW:
-            of_column: dict[str, str] = {}
+            role_by_column: dict[str, str] = {}
             for role in roles:
                 column = getattr(self, role)
-                if (other := of_column.setdefault(column, role)) != role:
+                if (other := role_by_column.setdefault(column, role)) != role:
                     raise ValueError(
                         f"{role} = {column}: {other} is read from this column too, and a row needs "
                         "one for each. Name another column for one of them"
@@ -247,8 +247,8 @@ class DataConfig(Section):
         """The held-out sources with all settings; empty if they are split off."""
         return () if self.heldout is None else self._filled(self.heldout)
 
-    def _filled(self, given: DataSources) -> tuple[DataSource, ...]:
-        entries = given if isinstance(given, tuple) else (given,)
+    def _filled(self, value: DataSources) -> tuple[DataSource, ...]:
+        entries = value if isinstance(value, tuple) else (value,)
         sources = [DataSource(path=e) if isinstance(e, str) else e for e in entries]
         return tuple(
             source.model_copy(

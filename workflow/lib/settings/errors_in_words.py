@@ -73,10 +73,10 @@ def explain(
         if detail["type"] == "extra_forbidden":
             lines.append(_unknown_key(model, detail["loc"]))
         elif detail["type"] == "value_error":
-            place = (
+            prefix = (
                 f"{_spell(detail['loc'])}: " if detail["loc"] else ""
             )  # none: of sections together
-            lines.append(f"{place}{detail['ctx']['error']}.")
+            lines.append(f"{prefix}{detail['ctx']['error']}.")
         elif detail["type"] == "invalid_key":
             lines.append(f"{_spell(detail['loc'])}: a key must be text. {CHANGE}")
         elif not detail["loc"]:  # pydantic gives no place for a key that is no text
@@ -90,7 +90,7 @@ def explain(
             if detail["type"] == "string_type" and isinstance(detail["input"], MISREAD):
                 changes[path] = QUOTE
     return lines + [
-        f"{_given(document, path)}: "
+        f"{_with_value(document, path)}: "
         + (_replaced(document, path) or f"{_either(list(broken))}. {changes.get(path, CHANGE)}")
         for path, broken in bounds.items()
     ]
@@ -98,7 +98,7 @@ def explain(
 
 def _replaced(document: Mapping[str, object], path: tuple[Any, ...]) -> str | None:
     value = _value(document, path)
-    better = _of_trainers().values.get((_spell(path), value)) if isinstance(value, str) else None
+    better = _trainer_keys().values.get((_spell(path), value)) if isinstance(value, str) else None
     return better and f"it is a value of other trainers. Set it to {better}."
 
 
@@ -168,7 +168,7 @@ def _unknown_key(model: type[BaseModel], location: tuple[Any, ...]) -> str:
         for name in _model_at(model, (section,)).model_fields
     ]
     short = key.removeprefix(f"{location[-2:][0]}_")  # `lora_r` of `lora`
-    settings, reasons, _ = _of_trainers()
+    settings, reasons, _ = _trainer_keys()
     joined = "_".join(map(str, location))  # `lora_rank` of `lora: {rank: 8}`
     meant = [
         *([short] if short in valid else []),
@@ -191,7 +191,7 @@ def _unknown_key(model: type[BaseModel], location: tuple[Any, ...]) -> str:
     return f"{_spell(named)}: there is no such key. {hint}"
 
 
-class OfTrainers(NamedTuple):
+class TrainerKeys(NamedTuple):
     """Names in files of other trainers (`TRAINERS`), with their meaning here."""
 
     settings: dict[str, str]  # by keys of the same meaning
@@ -200,21 +200,23 @@ class OfTrainers(NamedTuple):
 
 
 @cache
-def _of_trainers() -> OfTrainers:
-    found = OfTrainers({}, {}, {})
+def _trainer_keys() -> TrainerKeys:
+    meanings = TrainerKeys({}, {}, {})
     tables = [yaml.safe_load(file.read_text("utf-8")) for file in sorted(TRAINERS.glob("*.yaml"))]
     for table in tables:
-        found.settings.update(table.get("same", {}))
+        meanings.settings.update(table.get("same", {}))
         for key, word in table.get("words", {}).items():
-            found.settings[key] = word["setting"]
-            for ours, values in word["values"].items():
-                found.values.update({(word["setting"], value): ours for value in values})
+            meanings.settings[key] = word["setting"]
+            for setting_value, values in word["values"].items():
+                meanings.values.update(
+                    {(word["setting"], value): setting_value for value in values}
+                )
         for kind in table.get("reasons", {}).values():
-            found.reasons.update({key: why for why, keys in kind.items() for key in keys})
-    for known in (found.settings, found.reasons):
+            meanings.reasons.update({key: why for why, keys in kind.items() for key in keys})
+    for names in (meanings.settings, meanings.reasons):
         called = [pair for table in tables for pair in table.get("called", {}).items()]
-        known.update({theirs: known[name] for theirs, name in called if name in known})
-    return found
+        names.update({alias: names[name] for alias, name in called if name in names})
+    return meanings
 
 
 def is_section(model: type[BaseModel], key: Any) -> bool:
@@ -242,7 +244,7 @@ def _section_in(annotation: Any) -> type[BaseModel] | None:
     return next(filter(None, map(_section_in, get_args(annotation))), None)
 
 
-def _given(document: Mapping[str, object], path: tuple[Any, ...]) -> str:
+def _with_value(document: Mapping[str, object], path: tuple[Any, ...]) -> str:
     """Spell a setting with the user's value; alone without one."""
     value = _value(document, path)
     return _spell(path) if value is MISSING else f"{_spell(path)} = {_shown(value)}"

@@ -189,20 +189,20 @@ class EvaluateConfig(Section):
 
     @model_validator(mode="after")
     def _requirements_are_measured(self) -> "EvaluateConfig":
-        own = (HELDOUT_LOSS, *REWARDS)
+        heldout_names = (HELDOUT_LOSS, *REWARDS)
         for name in self.require:
-            of_source = is_loss(name)
-            if (name in own or of_source) and not self.heldout:
+            is_loss_gain = is_loss(name)
+            if (name in heldout_names or is_loss_gain) and not self.heldout:
                 raise ValueError(
                     f"require = {name}: held-out answers are not measured (heldout = False). Set "
                     "heldout to true, or remove the requirement"
                 )
-            if name not in own and not of_source and not all(name.partition("/")):
+            if name not in heldout_names and not is_loss_gain and not all(name.partition("/")):
                 raise ValueError(
-                    f"require = {name}: must be {', '.join(own)} or task/metric, as "
+                    f"require = {name}: must be {', '.join(heldout_names)} or task/metric, as "
                     "arc_easy/acc. Correct the name"
                 )
-            metric = HELDOUT_LOSS if of_source else name.rpartition("/")[2].partition(",")[0]
+            metric = HELDOUT_LOSS if is_loss_gain else name.rpartition("/")[2].partition(",")[0]
             most = MOST_GAIN.get(metric)
             if most is not None and self.require[name] > most:
                 least = f"require = {name}: {self.require[name]:g}"

@@ -35,13 +35,13 @@ class ServedModel:
 
 
 class Limit(NamedTuple):
-    """`found` returns the setting or part of the model in the way, in words, or None. Without a
+    """`cause` returns the setting or part of the model in the way, in words, or None. Without a
     description its second argument is None."""
 
     server: Literal["vllm", "gguf"]
-    of_adapter: bool  # a merged model has no such limit
+    adapter_only: bool  # a merged model has no such limit
     reason: str
-    found: Callable[[Run, ServedModel | None], str | None]
+    cause: Callable[[Run, ServedModel | None], str | None]
     cure: str | None = None
 
 
@@ -111,8 +111,8 @@ def first_limit(run: Run, model: ServedModel | None = None) -> str | None:
         "vllm": "export.serve = vllm",
         "gguf": f"export.gguf_of = {', '.join(run.export.gguf_of)}",
     }
-    for server, of_adapter, reason, found, cure in LIMITS:
-        relevant = used[server] and (adapter[server] or not of_adapter)
-        if relevant and (cause := found(run, model)) is not None:
+    for server, adapter_only, reason, find_cause, cure in LIMITS:
+        relevant = used[server] and (adapter[server] or not adapter_only)
+        if relevant and (cause := find_cause(run, model)) is not None:
             return f"{settings[server]}: {reason}: {cause}. {cure or CURES[server]}"
     return None

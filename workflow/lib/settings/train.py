@@ -143,7 +143,7 @@ class LoraSettings(Section):
         return bool(patterns or self.modules_to_save or self.target_modules != "all-linear")
 
     @model_validator(mode="after")
-    def _some_target(self) -> "LoraSettings":
+    def _expressions_compile(self) -> "LoraSettings":
         if not self.target_modules:
             raise ValueError("target_modules = []: name at least one linear layer, or all-linear")
         expressions = {
@@ -151,8 +151,8 @@ class LoraSettings(Section):
             "rank_pattern": self.rank_pattern,
             "alpha_pattern": self.alpha_pattern,
         }
-        for key, given in expressions.items():
-            for expression in [text for text in given if isinstance(text, str)]:
+        for key, value in expressions.items():
+            for expression in [text for text in value if isinstance(text, str)]:
                 try:
                     re.compile(expression)
                 except re.error as error:

@@ -29,7 +29,7 @@ def read_artifact(path: Path) -> dict[str, Any]:
             raise
         raise damaged(path.parent, path.name, f"cannot be read ({error.strerror})") from None
     except (ValueError, TypeError, RecursionError) as error:
-        raise damaged(path.parent, path.name, said(error)) from None
+        raise damaged(path.parent, path.name, fault_text(error)) from None
 
 
 def _missing(path: Path) -> UserError:
@@ -39,7 +39,7 @@ def _missing(path: Path) -> UserError:
     )
 
 
-def said(error: Exception) -> str:
+def fault_text(error: Exception) -> str:
     """Return the fault of a changed file, as the end of a sentence."""
     if isinstance(error, UnicodeDecodeError):
         return f"is not UTF-8 ({error.reason})"
@@ -77,6 +77,6 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         try:
             rows.append(row_of(line.decode()))
         except (ValueError, TypeError, RecursionError) as error:
-            finding = f"{said(error)} (line {number})"
+            finding = f"{fault_text(error)} (line {number})"
             raise damaged(path.parent, path.name, finding) from None
     return rows

@@ -27,10 +27,10 @@ class RecordedFile:
     def path(self) -> Path:
         return self.folder / self.name
 
-    def finding(self, moved: Callable[[], None] = lambda: None) -> str | None:
-        """Return the file's fault, or None; calls `moved` after every MiB."""
+    def finding(self, on_progress: Callable[[], None] = lambda: None) -> str | None:
+        """Return the file's fault, or None; calls `on_progress` after every MiB."""
         try:
-            sha256 = file_sha256(self.path, moved=moved)
+            sha256 = file_sha256(self.path, on_progress=on_progress)
         except OSError as error:
             if is_passing(error) or isinstance(error, PermissionError):
                 raise
@@ -109,10 +109,13 @@ def largest_first(files: Iterable[RecordedFile]) -> list[RecordedFile]:
 
 
 def findings(
-    files: Sequence[RecordedFile], *, threads: int = 1, moved: Callable[[], None] = lambda: None
+    files: Sequence[RecordedFile],
+    *,
+    threads: int = 1,
+    on_progress: Callable[[], None] = lambda: None,
 ) -> list[str | None]:
     with ThreadPoolExecutor(max_workers=threads) as pool:  # hashing frees the interpreter's lock
-        return list(pool.map(lambda file: file.finding(moved), files))
+        return list(pool.map(lambda file: file.finding(on_progress), files))
 
 
 def refuse_damaged(files: Sequence[RecordedFile], results: Sequence[str | None]) -> None:

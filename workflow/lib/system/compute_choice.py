@@ -32,13 +32,13 @@ class AttentionNeeds:
     """Its layers compute all scores themselves: no other implementation serves it."""
     no_sdpa: bool = False  # its class excludes sdpa
 
-    def asked(self, attention_dropout: str | int) -> "AttentionNeeds":
+    def with_dropout(self, attention_dropout: str | int) -> "AttentionNeeds":
         """Return the needs of a training with this `model.attention_dropout`."""
         return self if attention_dropout == FAMILY else replace(self, dropout=0.0)
 
     def dropout_note(self, attention_dropout: str | int) -> str | None:
         """Return the note on a training that drops less than the family does; None for nothing."""
-        if self.dropout == self.asked(attention_dropout).dropout:
+        if self.dropout == self.with_dropout(attention_dropout).dropout:
             return None
         return (
             f"attention dropout: none (model.attention_dropout: {attention_dropout}), where the "
@@ -46,12 +46,12 @@ class AttentionNeeds:
             "varlen nor flex can do"
         )
 
-    def lack_of(self, name: str) -> str | None:
+    def obstacle(self, name: str) -> str | None:
         """Return the need that an implementation lacks on any device; None if it lacks none."""
         if name in (VARLEN, FLEX):
-            return self.varlen_lack() if name == VARLEN else self.flex_lack()
+            return self.varlen_obstacle() if name == VARLEN else self.flex_obstacle()
         if name.startswith("flash"):
-            return self.flash_lack()
+            return self.flash_obstacle()
         if name == "sdpa" and self.softcap:
             return "it ignores the soft-capping of attention scores that this model has"
         if name == "sdpa" and self.sinks:
@@ -60,7 +60,7 @@ class AttentionNeeds:
             return "the class of this model rules it out"
         return None
 
-    def varlen_lack(self) -> str | None:
+    def varlen_obstacle(self) -> str | None:
         if self.softcap:
             return "it cannot soft-cap attention scores, as this model does"
         if self.value_dim != self.head_dim:
@@ -68,17 +68,21 @@ class AttentionNeeds:
                 f"it wants values as wide as keys, and this model's are {self.value_dim} and "
                 f"{self.head_dim}"
             )
-        return self._bounds_lack() or self._packed_lack() or self._width_lack(WIDEST_KERNEL_HEAD)
+        return (
+            self._bounds_obstacle()
+            or self._packed_obstacle()
+            or self._width_obstacle(WIDEST_KERNEL_HEAD)
+        )
 
-    def flash_lack(self) -> str | None:
-        return self._bounds_lack() or self._width_lack(WIDEST_HEAD)
+    def flash_obstacle(self) -> str | None:
+        return self._bounds_obstacle() or self._width_obstacle(WIDEST_HEAD)
 
-    def flex_lack(self) -> str | None:
+    def flex_obstacle(self) -> str | None:
         if self.eager_alone:
             return OWN_SCORES
-        return self._packed_lack() or self._width_lack(WIDEST_HEAD)
+        return self._packed_obstacle() or self._width_obstacle(WIDEST_HEAD)
 
-    def _bounds_lack(self) -> str | None:
+    def _bounds_obstacle(self) -> str | None:
         """Needs beyond the bounds of documents and a window, if any."""
         if self.eager_alone:
             return OWN_SCORES
@@ -86,7 +90,7 @@ class AttentionNeeds:
             return "it has no attention sinks, as this model has"
         return "it has no chunks, as this model's attention has" if self.chunks else None
 
-    def _packed_lack(self) -> str | None:
+    def _packed_obstacle(self) -> str | None:
         if self.masked:
             return "it gets no mask, and this model's layers tell of documents by nothing else"
         if self.dropout > 0:
@@ -96,13 +100,13 @@ class AttentionNeeds:
             )
         return None
 
-    def _width_lack(self, widest: int) -> str | None:
+    def _width_obstacle(self, widest: int) -> str | None:
         if self.head_dim > widest:
             return f"its heads are {widest} wide at most, and this model's {self.head_dim}"
         return None
 
 
-ASKED_FOR = "model.attention asks for it"
+BY_SETTING = "model.attention asks for it"
 
 
 class AttentionChoice(NamedTuple):
@@ -118,11 +122,13 @@ def choose_dtype(name: str, *, cuda: bool, bfloat16: bool) -> str:
     if name == "auto":
         return ("bfloat16" if bfloat16 else "float16") if cuda else "float32"
     if name == "float16" and not cuda:
-        lack = "it is for GPUs, and this runs on CPUs, which compute it more slowly than float32"
-        raise setting_error("model.compute_dtype", name, lack, "Set it to auto")
+        obstacle = (
+            "it is for GPUs, and this runs on CPUs, which compute it more slowly than float32"
+        )
+        raise setting_error("model.compute_dtype", name, obstacle, "Set it to auto")
     if name == "bfloat16" and cuda and not bfloat16:
-        lack = "this GPU (compute capability below 8.0) has no bfloat16"
-        raise setting_error("model.compute_dtype", name, lack, "Set it to auto")
+        obstacle = "this GPU (compute capability below 8.0) has no bfloat16"
+        raise setting_error("model.compute_dtype", name, obstacle, "Set it to auto")
     return name
 
 
@@ -144,15 +150,17 @@ def choose_matmul_dtype(name: str, device: MatmulHardware, *, compute_dtype: str
     if name == COMPUTE_DTYPE or not device.cuda:
         return name
     if not device.float8:
-        lack = "this GPU has no such matmuls (they need NVIDIA's compute capability 8.9)"
-        raise setting_error("train.matmul_dtype", name, lack, "Set it to auto")
+        obstacle = "this GPU has no such matmuls (they need NVIDIA's compute capability 8.9)"
+        raise setting_error("train.matmul_dtype", name, obstacle, "Set it to auto")
     if compute_dtype != "bfloat16":
-        lack = f"it needs the compute dtype bfloat16, and model.compute_dtype means {compute_dtype}"
-        raise setting_error("train.matmul_dtype", name, lack, "Set it to compute_dtype")
+        obstacle = (
+            f"it needs the compute dtype bfloat16, and model.compute_dtype means {compute_dtype}"
+        )
+        raise setting_error("train.matmul_dtype", name, obstacle, "Set it to compute_dtype")
     return name
 
 
-def asked_attention_lack(
+def attention_obstacle(
     name: str, needs: AttentionNeeds, *, cuda: bool, bfloat16: bool, compute_dtype: str
 ) -> str | None:
     """Return why a named attention cannot run, apart from packages and kernels; None if it can."""
@@ -163,7 +171,7 @@ def asked_attention_lack(
             return "it computes in 16 bits, and compute_dtype is float32"
         if not bfloat16:
             return "it needs a GPU of compute capability 8.0 or more"
-    return needs.lack_of(name)
+    return needs.obstacle(name)
 
 
 def automatic_attention(
@@ -183,18 +191,18 @@ def automatic_attention(
     sinks, and if masks would let packed documents see each other."""
     if cuda and bfloat16 and compute_dtype != "float32":
         # Transformers passes the cap, and pads narrow values.
-        packs = needs.flash_lack() is None and not (training and needs.masked)
+        packs = needs.flash_obstacle() is None and not (training and needs.masked)
         if flash_package and packs:
             return AttentionChoice(FLASH, "its package is installed")
         unpackaged = " without the package flash-attn (with it: flash_attention_2)" if packs else ""
         if training:
-            lack = needs.varlen_lack()
-            if lack is None and varlen_runs:
+            obstacle = needs.varlen_obstacle()
+            if obstacle is None and varlen_runs:
                 return AttentionChoice(VARLEN, f"the fastest for this model{unpackaged}")
-            if needs.flex_lack() is None:
-                lack = lack or "its kernels cannot be built here"
-                return AttentionChoice(FLEX, f"for this model{unpackaged}, not varlen: {lack}")
-    if training and (needs.sinks or needs.masks_of_rows) and needs.flex_lack() is None:
+            if needs.flex_obstacle() is None:
+                obstacle = obstacle or "its kernels cannot be built here"
+                return AttentionChoice(FLEX, f"for this model{unpackaged}, not varlen: {obstacle}")
+    if training and (needs.sinks or needs.masks_of_rows) and needs.flex_obstacle() is None:
         return AttentionChoice(FLEX, "the family's masks let packed documents see each other")
     if needs.softcap or needs.sinks:
         return AttentionChoice("eager", "sdpa has no soft-capped scores and no attention sinks")

@@ -27,8 +27,8 @@ def grouped(parts: Iterable[npt.NDArray[Any]]) -> tuple[LengthGroup, ...]:
     """Return the groups of all lengths, the shortest first; parts: some lengths, above 0, each."""
     sums = np.zeros((64, 3), dtype=np.int64)
     for lengths in parts:
-        for place in range(3):
-            np.add.at(sums[:, place], np.frexp(lengths)[1], lengths.astype(np.int64) ** place)
+        for power in range(3):
+            np.add.at(sums[:, power], np.frexp(lengths)[1], lengths.astype(np.int64) ** power)
     return tuple(LengthGroup(1 << x, *row) for x, row in enumerate(sums.tolist()) if row[0])
 
 

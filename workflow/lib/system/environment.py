@@ -59,7 +59,7 @@ FIRST_PORT, PORTS = 20000, 10000
 
 
 @dataclass(frozen=True)
-class Place:
+class RunNode:
     """One node among those of a run; `address` and `port` are of the first one."""
 
     nodes: int
@@ -69,7 +69,7 @@ class Place:
     run_id: str
 
 
-ALONE = Place(nodes=1, index=0, address="127.0.0.1", port=0, run_id="")
+ALONE = RunNode(nodes=1, index=0, address="127.0.0.1", port=0, run_id="")
 
 
 def follows(environment: Mapping[str, str]) -> bool:
@@ -78,7 +78,7 @@ def follows(environment: Mapping[str, str]) -> bool:
     return several and environment.get("SLURM_NODEID", "0") != "0"
 
 
-def find_place(nodes: int, environment: Mapping[str, str]) -> Place:
+def find_node(nodes: int, environment: Mapping[str, str]) -> RunNode:
     """Return this process's place, from Slurm's variables of a step; `ALONE` for one node. Raises
     `UserError` if the run needs several nodes and this is no step on as many."""
     if nodes == 1:
@@ -92,7 +92,7 @@ def find_place(nodes: int, environment: Mapping[str, str]) -> Place:
             f"Run with --profile {shipped_path('workflow/profiles/slurm')}, or set it to 1",
         )
     job = int(environment["SLURM_JOB_ID"])
-    return Place(
+    return RunNode(
         nodes=nodes,
         index=int(environment["SLURM_NODEID"]),
         address=environment["SLURM_LAUNCH_NODE_IPADDR"],

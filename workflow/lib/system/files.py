@@ -36,13 +36,14 @@ def json_sha256(value: Any) -> str:
     return hashlib.sha256(canonical_json(value).encode()).hexdigest()
 
 
-def file_sha256(path: Path, *, moved: Callable[[], None] = lambda: None) -> str:
-    """Return the SHA-256 of a file's bytes in hexadecimal; `moved` is called after every MiB."""
+def file_sha256(path: Path, *, on_progress: Callable[[], None] = lambda: None) -> str:
+    """Return the SHA-256 of a file's bytes in hexadecimal; `on_progress` is called after every
+    MiB."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(2**20))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
-            moved()
+            on_progress()
     return digest.hexdigest()
 
 
@@ -71,7 +72,7 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def put_in_place(partial: Path, final: Path) -> None:
+def replace_folder(partial: Path, final: Path) -> None:
     """Rename a finished and fsynced folder to its final name; remove an existing one."""
     for path in [*partial.rglob("*"), partial]:
         sync(path)
@@ -88,7 +89,7 @@ def new_folder(final: Path) -> Iterator[Path]:
     partial.mkdir(parents=True)
     try:
         yield partial
-        put_in_place(partial, final)
+        replace_folder(partial, final)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

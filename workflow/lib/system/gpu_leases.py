@@ -96,17 +96,17 @@ def _open(folder: Path, name: str) -> int:
     """Open a lock file for reading, of any owner; make folder and file if needed. Another user may
     have put anything there: links are not followed, and pipes do not block."""
     try:
-        with _mode_as_given(), contextlib.suppress(FileExistsError):
+        with _without_umask(), contextlib.suppress(FileExistsError):
             folder.mkdir(mode=ANY_MAY_ADD)
-        place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
-            _share(place, ANY_MAY_ADD)
+            _share(directory, ANY_MAY_ADD)
             # Without O_CREAT if it exists: the kernel refuses that for another user's file.
-            with _mode_as_given(), contextlib.suppress(FileExistsError):
-                os.close(os.open(name, os.O_CREAT | os.O_EXCL, ANY_MAY_READ, dir_fd=place))
-            file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=place)
+            with _without_umask(), contextlib.suppress(FileExistsError):
+                os.close(os.open(name, os.O_CREAT | os.O_EXCL, ANY_MAY_READ, dir_fd=directory))
+            file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)
         finally:
-            os.close(place)
+            os.close(directory)
         if not stat.S_ISREG(os.fstat(file).st_mode):
             os.close(file)
             raise OSError(f"{folder / name} is no regular file")
@@ -120,7 +120,7 @@ def _open(folder: Path, name: str) -> int:
 
 
 @contextlib.contextmanager
-def _mode_as_given() -> Iterator[None]:
+def _without_umask() -> Iterator[None]:
     """Create with the full mode at once, regardless of the user's umask."""
     before = os.umask(0)
     try:
@@ -131,6 +131,6 @@ def _mode_as_given() -> Iterator[None]:
 
 def _share(descriptor: int, mode: int) -> None:
     """Give an own folder or file the mode with which all users can lease."""
-    found = os.fstat(descriptor)
-    if found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) != mode:
+    state = os.fstat(descriptor)
+    if state.st_uid == os.geteuid() and stat.S_IMODE(state.st_mode) != mode:
         os.fchmod(descriptor, mode)

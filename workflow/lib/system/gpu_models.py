@@ -103,8 +103,8 @@ def parse_gpus(text: str, *, setting: str) -> tuple[int, GpuModel]:
     """Return number and kind of GPUs in `2x4090`, `8 x H100`, `4090:2` or `A100`. Raises
     `UserError`, naming `setting`, for an absurd count, an unknown kind or an ambiguous text."""
     readings = list(dict.fromkeys(_readings(text.strip())))
-    known = _models_by_plain_name()
-    right = [(count, kind) for count, kind in readings if _plain(kind) in known]
+    models = _models_by_plain_name()
+    right = [(count, kind) for count, kind in readings if _plain(kind) in models]
     if len(right) > 1:
         raise setting_error(setting, text, "either number can be the kind", FORM)
     if not right:
@@ -114,7 +114,7 @@ def parse_gpus(text: str, *, setting: str) -> tuple[int, GpuModel]:
     ((count, kind),) = right
     if not 1 <= count <= MOST_GPUS:
         raise setting_error(setting, text, f"the number of GPUs must be 1 to {MOST_GPUS}", FORM)
-    return count, known[_plain(kind)]
+    return count, models[_plain(kind)]
 
 
 def parse_gpu(text: str, *, setting: str) -> GpuModel:
@@ -143,9 +143,9 @@ def _models_by_plain_name() -> dict[str, GpuModel]:
 
 
 def _unknown_kind(kind: str) -> tuple[str, str]:
-    known = _models_by_plain_name()
-    near = difflib.get_close_matches(_plain(kind), known, n=3, cutoff=0.3)
-    names = list(dict.fromkeys(known[key].aliases[0] for key in near))
+    models = _models_by_plain_name()
+    near = difflib.get_close_matches(_plain(kind), models, n=3, cutoff=0.3)
+    names = list(dict.fromkeys(models[key].aliases[0] for key in near))
     names = names or [model.aliases[0] for model in MODELS]
     return f"no GPU of the name {kind!r} is known", f"{FORM}. Did you mean {', '.join(names)}"
 

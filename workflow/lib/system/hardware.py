@@ -32,13 +32,13 @@ class Gpu:
 
 def visible_gpus() -> list[Gpu]:
     """Return the GPUs of `CUDA_VISIBLE_DEVICES`, or all; none without an NVIDIA driver."""
-    return _of_visible(_describe)
+    return _query_visible(_describe)
 
 
 def drawn_j() -> float | None:
     """Return the joules of the visible GPUs since their driver was loaded; None without GPUs, or if
     one does not report it."""
-    drawn = _of_visible(_drawn_mj)
+    drawn = _query_visible(_drawn_mj)
     return sum(drawn) / 1000 if drawn and min(drawn) >= 0 else None
 
 
@@ -48,7 +48,7 @@ def _drawn_mj(handle: object) -> int:
     return -1
 
 
-def _of_visible(query: Callable[[object], T]) -> list[T]:
+def _query_visible(query: Callable[[object], T]) -> list[T]:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
@@ -187,7 +187,7 @@ def _check_way(folder: Path) -> None:
 SHARED_MEMORY = Path("/dev/shm")
 
 
-def shared_memory_lack(folder: Path = SHARED_MEMORY) -> str | None:
+def shared_memory_fault(folder: Path = SHARED_MEMORY) -> str | None:
     """Return why processes of this machine cannot share memory, None if they can."""
     if not folder.is_dir():
         why = "is not there"
@@ -203,7 +203,7 @@ def shared_memory_lack(folder: Path = SHARED_MEMORY) -> str | None:
     )
 
 
-def loopback_lack(seconds: float = 5.0) -> str | None:
+def loopback_fault(seconds: float = 5.0) -> str | None:
     """Return why processes here cannot connect over IPv4's loopback, None if they can."""
     try:
         with (
@@ -221,13 +221,13 @@ def loopback_lack(seconds: float = 5.0) -> str | None:
 
 
 def check_processes_can_work() -> None:
-    for lack in (shared_memory_lack(), loopback_lack()):
-        if lack is not None:
-            raise UserError(f"{lack}.")
+    for fault in (shared_memory_fault(), loopback_fault()):
+        if fault is not None:
+            raise UserError(f"{fault}.")
 
 
 def threads_of_job() -> int:
     """Return the number of threads for all processes of this job. Snakemake gives every job its
     threads as `OMP_NUM_THREADS`; without it, the number of usable cores."""
-    given = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # OpenMP takes a list
-    return int(given) if given.isdecimal() else len(os.sched_getaffinity(0))
+    threads = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # OpenMP takes a list
+    return int(threads) if threads.isdecimal() else len(os.sched_getaffinity(0))

@@ -51,15 +51,15 @@ def read_input(path: Path, *, most_bytes: int = MOST_TEXT_BYTES) -> str:
     file, cannot be read, is no UTF-8, or is larger than any such text; never blocks."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        found = os.fstat(file)
-        if not stat.S_ISREG(found.st_mode):
+        state = os.fstat(file)
+        if not stat.S_ISREG(state.st_mode):
             os.close(file)
-            kind = KINDS.get(stat.S_IFMT(found.st_mode), "no file")
+            kind = KINDS.get(stat.S_IFMT(state.st_mode), "no file")
             raise UserError(f"{path}: it is {kind}. Put a file there.")
         with os.fdopen(file, "rb") as stream:
-            if found.st_size > most_bytes:
+            if state.st_size > most_bytes:
                 raise UserError(
-                    f"{path}: it has {found.st_size:,} bytes, and at most {most_bytes:,} are read "
+                    f"{path}: it has {state.st_size:,} bytes, and at most {most_bytes:,} are read "
                     "as a text. Name the right file."
                 )
             return stream.read().decode("utf-8-sig")

@@ -91,9 +91,9 @@ def spoken(name: str) -> str:
     return name.replace("_", " ")
 
 
-def some_of(names: Sequence[str], *, limit: int = 8) -> str:
-    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + rest or "no files"
+def listed_names(names: Sequence[str], *, limit: int = 8) -> str:
+    suffix = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + suffix or "no files"
 
 
 def thinned(values: list[float], *, limit: int) -> list[int]:

@@ -53,8 +53,8 @@ class Progress:
         self._done_work += count if work is None else work
 
     def line(self, elapsed_s: float) -> str:
-        of_all = "" if self._total is None else f" of {self._total}"
-        passed = f"{self._what}: {self._done}{of_all} {self._unit} in {duration(elapsed_s)}"
+        total = "" if self._total is None else f" of {self._total}"
+        passed = f"{self._what}: {self._done}{total} {self._unit} in {duration(elapsed_s)}"
         if self._total is None:
             return passed
         if not self._done_work:

@@ -71,11 +71,11 @@ def token_forms() -> re.Pattern[str]:
 
     modules = [import_module(f"detect_secrets.plugins.{name}") for name in SERVICES]
     detectors: list[Any] = [
-        found
+        plugin
         for module in modules
-        for found in vars(module).values()
-        if isinstance(found, type) and issubclass(found, RegexBasedDetector)
-        if found.__module__ == module.__name__
+        for plugin in vars(module).values()
+        if isinstance(plugin, type) and issubclass(plugin, RegexBasedDetector)
+        if plugin.__module__ == module.__name__
     ]
     # Without those that search for a name before the token.
     patterns = [

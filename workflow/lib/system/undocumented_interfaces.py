@@ -33,22 +33,22 @@ class Interface:
     def is_there(self) -> bool:
         module, _, path = self.owner.partition(":")
         try:
-            found: Any = import_module(module)
+            value: Any = import_module(module)
             if path:
-                found = attrgetter(path.removesuffix("()"))(found)
+                value = attrgetter(path.removesuffix("()"))(value)
             if path.endswith("()"):
-                found = found(**ARGUMENTS.get(path, {}))
-            return hasattr(found, self.name)
+                value = value(**ARGUMENTS.get(path, {}))
+            return hasattr(value, self.name)
         except (ImportError, AttributeError, TypeError):  # no owner, or other arguments
             return False
 
 
-def _of(names: Mapping[str, str]) -> tuple[Interface, ...]:
-    return tuple(Interface(owner, name) for owner, some in names.items() for name in some.split())
+def _interfaces(names: Mapping[str, str]) -> tuple[Interface, ...]:
+    return tuple(Interface(owner, name) for owner, words in names.items() for name in words.split())
 
 
 FSDP2 = "torch.distributed.fsdp._fully_shard"
-INTERFACES = _of(
+INTERFACES = _interfaces(
     {
         # float16: gradients divided by the loss scale; gradients that stay for CUDA graphs, zeroed;
         # matmuls in float8 with a scale per row
@@ -97,7 +97,7 @@ INTERFACES = _of(
 )
 # Recordings of the engine (`workflow.lib.recording`): tensors without values, results of operations
 # on them, a simulated device and processes, allocations of kernels by operator.
-OF_RECORDINGS = _of(
+RECORDING_INTERFACES = _interfaces(
     {
         "torch._subclasses.fake_tensor": "FakeTensor FakeTensorMode in_kernel_invocation_manager",
         "torch:Tensor": "_make_subclass",
@@ -118,7 +118,7 @@ OF_RECORDINGS = _of(
         "torch:ops.torch_attn": "_varlen_attn_backward",
     }
 )
-OF_MODELS = ("torch", "bitsandbytes", "transformers", "peft")
+MODEL_PACKAGES = ("torch", "bitsandbytes", "transformers", "peft")
 
 
 def check_interfaces(*packages: str) -> None:
@@ -129,7 +129,7 @@ def check_interfaces(*packages: str) -> None:
 def check_recordings() -> None:
     """Raise `UserError` if torch lacks a name for recordings."""
     import_module("torch.nn.attention.varlen")  # it registers operators
-    _check(OF_RECORDINGS)
+    _check(RECORDING_INTERFACES)
 
 
 def _check(interfaces: Iterable[Interface]) -> None:

@@ -99,7 +99,7 @@ def plan_of_device(plan: StepPlan, base: Path, config: RunConfig, world: World) 
     """Return the plan with the settings' dtypes and attention on this device. Collective."""
     settings, device = config.model, world.device
     dtype, needs = resolve_dtype(settings.compute_dtype, device), read_attention_needs(base)
-    asked = needs.asked(settings.attention_dropout)
+    asked = needs.with_dropout(settings.attention_dropout)
     resolve = partial(
         resolve_training_attention, settings.attention, device, asked, compute_dtype=dtype
     )

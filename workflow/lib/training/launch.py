@@ -32,10 +32,10 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from workflow.lib.distributed.heartbeat import BEAT_S, FOLDER_VARIABLE, JOIN_S, WAITING, Watch
 from workflow.lib.distributed.stop_signals import SIGNALS
-from workflow.lib.system.environment import ALONE, LAUNCHER_VARIABLE, Place
+from workflow.lib.system.environment import ALONE, LAUNCHER_VARIABLE, RunNode
 from workflow.lib.system.errors import BatchMemoryError, PeerLostError, StoppedError, UserError
 from workflow.lib.system.hardware import LOOPBACK as ADDRESS
-from workflow.lib.system.hardware import check_processes_can_work, loopback_lack, threads_of_job
+from workflow.lib.system.hardware import check_processes_can_work, loopback_fault, threads_of_job
 from workflow.lib.system.interrupts import children_of
 from workflow.lib.system.locks import temporary_folder
 from workflow.lib.training.failure_causes import first_cause, followed, killed, memory_kills
@@ -60,7 +60,7 @@ class LoopbackRendezvous(StaticTCPRendezvous):
 
 def loopback_store() -> TCPStore:
     """Return a store on a free port of the loopback interface; raises `UserError` without one."""
-    if (lack := loopback_lack()) is not None:
+    if (lack := loopback_fault()) is not None:
         raise UserError(f"{lack}.")
     listening = socket.create_server((ADDRESS, 0))
     port = listening.getsockname()[1]
@@ -103,7 +103,7 @@ class Workers:
     module: str
     arguments: Sequence[str]
     processes: int
-    place: Place = ALONE
+    place: RunNode = ALONE
     grace_s: float = 60.0
     deterministic: bool = False
     what: str = "training"
@@ -264,7 +264,7 @@ def _cause(
     return re.sub(r"^(UserError|PeerLostError: lost another process): ", "", str(said["message"]))
 
 
-def _rendezvous(place: Place) -> dict[str, Any]:
+def _rendezvous(place: RunNode) -> dict[str, Any]:
     """Return the workers' rendezvous: on this machine, or at the first node."""
     if place.nodes == 1:
         use_loopback()

@@ -22,7 +22,7 @@ from workflow.lib.model.lora import adapter_config, peft_name, trainable_paramet
 from workflow.lib.model.nf4_model import local, local_range
 from workflow.lib.settings.config import RunConfig
 from workflow.lib.system.errors import setting_error
-from workflow.lib.system.number_formats import some_of
+from workflow.lib.system.number_formats import listed_names
 
 logger = logging.getLogger("workflow")
 
@@ -206,4 +206,6 @@ def _findings(
             f"{name} ({reader.dtype(name)})" for name, _ in pairs if reader.dtype(name) not in EXACT
         ],
     }
-    return "; ".join(f"{what}: {some_of(names, limit=3)}" for what, names in found.items() if names)
+    return "; ".join(
+        f"{what}: {listed_names(names, limit=3)}" for what, names in found.items() if names
+    )

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from workflow.lib.checkpoints.files.config_file import read_bounded
 from workflow.lib.checkpoints.files.safetensors_headers import INDEX, SINGLE, is_beside
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.number_formats import some_of
+from workflow.lib.system.number_formats import listed_names
 
 # Files of a local folder whose change makes derived artifacts stale.
 TOKENIZER_PATTERNS = (
@@ -74,7 +74,7 @@ def fault_of_files(names: Collection[str], *, named_weights: str | None = None) 
         return _adapter_fault(names)
     if CONFIG not in names:
         return Fault(
-            f"it has no {CONFIG}; it has {some_of(sorted(names))}",
+            f"it has no {CONFIG}; it has {listed_names(sorted(names))}",
             "Name the folder or repository of a Transformers model",
         )
     weights = {named_weights} if named_weights else {SINGLE, INDEX}
@@ -93,7 +93,7 @@ def fault_of_tokenizer(names: Collection[str]) -> Fault | None:
             "Mistral, or conversions, have one)",
         )
     return Fault(
-        f"it has no tokenizer; it has {some_of(sorted(names))}",
+        f"it has no tokenizer; it has {listed_names(sorted(names))}",
         "Put the model's tokenizer.json and tokenizer_config.json beside it",
     )
 
@@ -118,7 +118,7 @@ def fault_of_adapter(names: Collection[str]) -> Fault | None:
         change = "Name the folder or repository of a PEFT adapter"
         if CONFIG in names:
             change = "To train a new adapter on this model, set model.source to it"
-        return Fault(f"it has no {ADAPTER}; it has {some_of(sorted(names))}", change)
+        return Fault(f"it has no {ADAPTER}; it has {listed_names(sorted(names))}", change)
     if "adapter_model.bin" in names:
         return Fault(
             f"its weights are adapter_model.bin, a pickle, and {ADAPTER_WEIGHTS} is not there",
@@ -128,7 +128,7 @@ def fault_of_adapter(names: Collection[str]) -> Fault | None:
             f"'{ADAPTER_WEIGHTS}')\", and name that folder",
         )
     return Fault(
-        f"it has no {ADAPTER_WEIGHTS}; it has {some_of(sorted(names))}", "Complete the copy"
+        f"it has no {ADAPTER_WEIGHTS}; it has {listed_names(sorted(names))}", "Complete the copy"
     )
 
 
@@ -152,7 +152,7 @@ def _weights_fault(names: Collection[str], weights: Collection[str]) -> Fault:
         found = sorted(name for name in names if fnmatchcase(name, pattern))
         if found:
             return Fault(
-                f"it has only {some_of(sorted(found))} ({kind}), neither {wanted}",
+                f"it has only {listed_names(sorted(found))} ({kind}), neither {wanted}",
                 "Convert them with `save_pretrained` of Transformers, or name a folder or "
                 "repository with safetensors weights",
             )

@@ -34,7 +34,7 @@ from workflow.lib.system.artifact_files import read_artifact
 from workflow.lib.system.checksums import HUB_RECORD
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.files import file_sha256, read_json, sync
-from workflow.lib.system.number_formats import some_of
+from workflow.lib.system.number_formats import listed_names
 
 MANIFEST = HUB_RECORD
 MODEL_FILES = (
@@ -167,7 +167,7 @@ def weight_shards(source: Source, index: Path, *, listed: Iterable[str]) -> set[
     wrong = sorted(s for s in shards if s not in listed or not s.endswith(".safetensors"))
     if wrong:
         raise source.error(
-            f"{INDEX} names {some_of(wrong)}, no safetensors file of this repository", change
+            f"{INDEX} names {listed_names(wrong)}, no safetensors file of this repository", change
         )
     return shards
 
@@ -179,7 +179,9 @@ def _dataset_files(source: Source, paths: Sequence[str]) -> set[str]:
         matches = matching(paths, name)
         if not matches:
             near = difflib.get_close_matches(name, paths, n=5, cutoff=0.5)
-            hint = f"near names are {some_of(near)}" if near else f"it has {some_of(paths)}"
+            hint = (
+                f"near names are {listed_names(near)}" if near else f"it has {listed_names(paths)}"
+            )
             raise UserError(
                 f"data.train or data.heldout = {name!r}: the dataset {source.repo_id!r} has no "
                 f"such file; {hint}. Set it to a path in the dataset's repository."
@@ -231,8 +233,8 @@ def fetch(source: Source, paths: Iterable[str], *, commit: str, folder: Path) ->
         (folder / path).unlink()
     if wrong:
         raise UserError(
-            f"{some_of(wrong)} of {source.repo_id} was damaged on the way: the checksum is not "
-            "what the hub announces. It was removed; repeat the command to download it again."
+            f"{listed_names(wrong)} of {source.repo_id} was damaged on the way: the checksum is "
+            "not what the hub announces. It was removed; repeat the command to download it again."
         )
 
 

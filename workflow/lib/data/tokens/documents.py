@@ -73,7 +73,7 @@ class Documents:
         """Return token ids, mask and lengths of some documents (at least one), end to end."""
         texts = [self[number] for number in numbers.tolist()]
         ids, masks = zip(*texts, strict=True)
-        lengths = np.array([len(some) for some in ids], dtype=np.int64)
+        lengths = np.array([len(document) for document in ids], dtype=np.int64)
         return np.concatenate(ids), np.concatenate(masks), lengths
 
     def ids(self, index: int) -> npt.NDArray[np.uint32]:

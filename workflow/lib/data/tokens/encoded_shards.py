@@ -161,11 +161,11 @@ class ShardBuilder:
             "table": table,
         }
         if any(piece.weights is not None for piece in self._pieces):
-            each = [
+            weights = [
                 piece.mask.astype("<f4") if piece.weights is None else piece.weights
                 for piece in self._pieces
             ]
-            arrays["weights"] = np.concatenate(each).astype("<f4", copy=False)
+            arrays["weights"] = np.concatenate(weights).astype("<f4", copy=False)
         for name, array in arrays.items():
             save_array(stem, name, array)
             self.facts.checksums[name] = checksum(array)
@@ -270,7 +270,8 @@ def is_finished(stem: Path) -> bool:
     try:
         checksums = read_facts(stem).checksums
         return bool(checksums) and all(
-            checksum(mapped(f"{stem}.{name}.npy")) == known for name, known in checksums.items()
+            checksum(mapped(f"{stem}.{name}.npy")) == recorded
+            for name, recorded in checksums.items()
         )
     except (OSError, ValueError, TypeError):  # missing, cut off, or with other fields
         return False

@@ -37,13 +37,16 @@ def drop_shared_groups(
     treatment: Treatment,
 ) -> tuple[Split, int]:
     """Return held-out by `data.near_duplicates`, without rows of a training group, or refuse."""
-    found: dict[int, tuple[int, int]] = {}
+    first_pairs: dict[int, tuple[int, int]] = {}
     for number, other in shared_groups(heldout, train):
-        found.setdefault(int(heldout.documents.ordinals[number]), (number, other))
+        first_pairs.setdefault(int(heldout.documents.ordinals[number]), (number, other))
     reasons = (
-        (number, f"{SHARED_GROUP}: {described(train, other)}") for number, other in found.values()
+        (number, f"{SHARED_GROUP}: {described(train, other)}")
+        for number, other in first_pairs.values()
     )
-    return _treated(heldout, reasons, len(found), listing, tokenizer, treatment), len(found)
+    return _treated(heldout, reasons, len(first_pairs), listing, tokenizer, treatment), len(
+        first_pairs
+    )
 
 
 def drop_near_duplicates(
@@ -61,8 +64,11 @@ def drop_near_duplicates(
 
     def reasons() -> Iterator[tuple[int, str]]:
         for match in matches:
-            ours, theirs = heldout.documents[match.heldout], train.documents[match.train]
-            ids = ours[0][shared_tokens(ours, theirs, pieces=pieces)].tolist()
+            document, repeated = (
+                heldout.documents[match.heldout],
+                train.documents[match.train],
+            )
+            ids = document[0][shared_tokens(document, repeated, pieces=pieces)].tolist()
             words = printable(str(tokenizer.decode(ids, skip_special_tokens=True)).strip())
             yield (
                 match.heldout,

@@ -93,11 +93,11 @@ def tokenizer_facts(
     """Return vocabulary size, special ids and digests; eos pads the rows where the model knows no
     pad token."""
     pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
-    known = num_usable_tokens(tokenizer, folder)
-    if pad is not None and pad >= known:
+    vocab_size = num_usable_tokens(tokenizer, folder)
+    if pad is not None and pad >= vocab_size:
         pad = None
     return {
-        "vocab_size": known,
+        "vocab_size": vocab_size,
         "pad_token_id": eos if pad is None else pad,
         "pad_token_origin": "eos_token" if pad is None else "pad_token",
         "eos_token_id": eos,
@@ -231,9 +231,9 @@ def _count_lengths(split: Split) -> tuple[npt.NDArray[np.int64], Numbers]:
         block_counts = np.bincount(lengths[block], minlength=len(counts))
         block_counts[: len(counts)] += counts
         counts = block_counts
-        some = np.concatenate([longest, block])
-        order = np.argsort(-lengths[some].astype(np.int64), kind="stable")
-        longest = some[order[:LONGEST_ROWS]]
+        candidates = np.concatenate([longest, block])
+        order = np.argsort(-lengths[candidates].astype(np.int64), kind="stable")
+        longest = candidates[order[:LONGEST_ROWS]]
     return counts, longest
 
 
@@ -255,8 +255,8 @@ def sampled(train: Split) -> list[int]:
     first = 0
     for count in documents_by_source(train):
         examples = count // train.unit
-        some = {0, examples // 2, examples - 1} if count else set[int]()
-        for example in sorted(some):
+        numbers = {0, examples // 2, examples - 1} if count else set[int]()
+        for example in sorted(numbers):
             begin = first + train.unit * example
             positions += range(begin, begin + train.unit)
         first += count
@@ -267,10 +267,10 @@ def _sample_origin(train: Split, position: int) -> Facts:
     number = int(train.chosen[position])
     shard, row_of_shard = train.documents.locate(number)
     entry = train.documents.shards[shard].table()[row_of_shard]
-    known = train.corpus.files[train.documents.shards[shard].file]
+    file = train.corpus.files[train.documents.shards[shard].file]
     origin = {
-        "source": train.corpus.sources[known.source].name,
-        "file": known.file,
+        "source": train.corpus.sources[file.source].name,
+        "file": file.file,
         "row": int(entry["row"]),
     }
     if train.examples != "texts":

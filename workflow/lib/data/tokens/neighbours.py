@@ -27,26 +27,26 @@ def with_neighbours(split: Split, *, seq_len: int, work: Path, train: Split) -> 
     `UserError` if an answer has no neighbour."""
     prompts, answers = _digests(split)
     following = next_others(split.documents.ordinals[split.chosen], prompts, answers)
-    others = [(split.documents, int(split.chosen[place])) for place in following]
+    others = [(split.documents, int(split.chosen[index])) for index in following]
     lacking = np.flatnonzero(following < 0)
     train_prompts, train_answers = _digests(train if len(lacking) else split)
-    for place in lacking.tolist():
-        fitting = (train_prompts != prompts[place]) & (train_answers != answers[place])
+    for index in lacking.tolist():
+        fitting = (train_prompts != prompts[index]) & (train_answers != answers[index])
         if not fitting.any():
-            file, row = split.origin(int(split.chosen[place]))
+            file, row = split.origin(int(split.chosen[index]))
             raise UserError(
                 f"data.{split.name}: row {row} of {file} finds no other answer to another prompt, "
                 "and KTO needs the same prompt with such an answer. Give it rows of more prompts, "
                 "or set train.objective to sft."
             )
-        drawn = np.flatnonzero(fitting)[place % int(fitting.sum())]
-        others[place] = train.documents, int(train.chosen[drawn])
+        drawn = np.flatnonzero(fitting)[index % int(fitting.sum())]
+        others[index] = train.documents, int(train.chosen[drawn])
     shards: list[Shard] = []
     first = 0
     for shard, chosen in split.documents.by_shard(split.chosen):
-        beside = others[first : first + len(chosen)]
+        neighbours = others[first : first + len(chosen)]
         stem = work / f"{split.name}-neighbours-{len(shards):05d}"
-        shards.append(_write_shard(split.documents, shard, chosen, beside, seq_len, stem))
+        shards.append(_write_shard(split.documents, shard, chosen, neighbours, seq_len, stem))
         first += len(chosen)
     documents = collect_documents(shards, folder=work, name=f"{split.name}-neighbours")
     chosen = np.arange(len(documents), dtype=np.uint32)
@@ -56,10 +56,10 @@ def with_neighbours(split: Split, *, seq_len: int, work: Path, train: Split) -> 
 def _digests(split: Split) -> npt.NDArray[np.uint64]:
     """Return the digests of a split's prompts and answers (2, documents)."""
     digests = np.empty((2, len(split.chosen)), dtype=np.uint64)
-    for place, number in enumerate(split.chosen.tolist()):
+    for index, number in enumerate(split.chosen.tolist()):
         ids, mask = split.documents[number]
         prompt = prompt_of(ids, mask)
-        digests[:, place] = [digest(x.tobytes()) for x in (prompt, ids[len(prompt) :])]
+        digests[:, index] = [digest(x.tobytes()) for x in (prompt, ids[len(prompt) :])]
     return digests
 
 
@@ -105,17 +105,17 @@ def _write_shard(
     source = documents.shards[number]
     rows = source.table()[chosen - documents.shard_offsets[number]]
     ids, masks, table = [], [], np.repeat(rows, 2).astype(TABLE)
-    for place, (number_of_own, (source_of_other, number_of_other)) in enumerate(
+    for index, (number_of_own, (source_of_other, number_of_other)) in enumerate(
         zip(chosen.tolist(), others, strict=True)
     ):
         own, mask = documents[number_of_own]
         other, other_mask = source_of_other[number_of_other]
         prompt, answer = prompt_of(own, mask), slice(len(prompt_of(other, other_mask)), None)
-        room = slice(seq_len - len(own))
-        ids += [own, np.concatenate([prompt, other[answer]])[room]]
-        no = np.zeros(len(prompt), dtype=np.bool_)
-        masks += [mask, np.concatenate([no, other_mask[answer]])[room]]
-        entry = table[2 * place + 1 : 2 * place + 2]
+        kept = slice(seq_len - len(own))
+        ids += [own, np.concatenate([prompt, other[answer]])[kept]]
+        untrained = np.zeros(len(prompt), dtype=np.bool_)
+        masks += [mask, np.concatenate([untrained, other_mask[answer]])[kept]]
+        entry = table[2 * index + 1 : 2 * index + 2]
         entry["length"], entry["trained"] = len(ids[-1]), np.count_nonzero(masks[-1])
         entry["digest"] = digest(ids[-1].tobytes())
     for name, array in {"ids": np.concatenate(ids), "mask": np.concatenate(masks)}.items():

@@ -29,7 +29,7 @@ class Packing:
     def row(self, index: int) -> npt.NDArray[np.int64]:
         return self.documents[self.offsets[index] : self.offsets[index + 1]]
 
-    def of_units(self, size: int) -> "Packing":
+    def units_to_documents(self, size: int) -> "Packing":
         """Return the packing of documents, of which each of these units has `size`."""
         documents = size * self.documents[:, None] + np.arange(size)
         return Packing(documents=documents.ravel(), offsets=size * self.offsets)

@@ -18,7 +18,7 @@ from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.hardware import shared_memory_lack
+from workflow.lib.system.hardware import shared_memory_fault
 from workflow.lib.system.limits import excess_of_pool, join_watch
 
 if TYPE_CHECKING:
@@ -58,8 +58,8 @@ def map_in_order(
     if processes == 1 or len(first) <= alone:
         yield from map(prepare(), chain(first, tasks))
         return
-    if (lack := shared_memory_lack()) is not None:
-        raise UserError(f"{lack}.")
+    if (fault := shared_memory_fault()) is not None:
+        raise UserError(f"{fault}.")
     context = multiprocessing.get_context("fork")
     pool = ProcessPoolExecutor(
         processes,

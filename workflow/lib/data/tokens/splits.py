@@ -32,11 +32,11 @@ def times_taken(documents: int, *, weight: float, source: int, seed: int) -> npt
     floor(w) times, and a share of w - floor(w) (rounded, at least one of a source that would lose
     all) once more, drawn by `seed` independently of other sources."""
     whole, share = int(weight), weight - int(weight)
-    more = round(share * documents)
+    extra = round(share * documents)
     if whole == 0 and documents:
-        more = max(1, more)
+        extra = max(1, extra)
     times = np.full(documents, whole, dtype=np.uint8)
-    times[drawn(more, total=documents, seed=[seed, source])] += 1
+    times[drawn(extra, total=documents, seed=[seed, source])] += 1
     return times
 
 
@@ -241,13 +241,15 @@ def _joined(parts: Iterable[npt.NDArray[Any]], *, total: int) -> Numbers:
 def overlap(heldout: Split, train: Split) -> Numbers:
     """Return the held-out documents with the tokens of a training document."""
     digests = heldout.documents.digests[heldout.chosen]
-    known = np.unique(digests)
-    shared = np.zeros(len(known), dtype=np.bool_)
+    unique_digests = np.unique(digests)
+    shared = np.zeros(len(unique_digests), dtype=np.bool_)
     for start in range(0, len(train), BLOCK):
         block = train.documents.digests[train.chosen[start : start + BLOCK]]
-        indices = np.minimum(np.searchsorted(known, block), max(0, len(known) - 1))
-        shared[indices[known[indices] == block]] = True
-    return heldout.chosen[shared[np.searchsorted(known, digests)]]
+        indices = np.minimum(
+            np.searchsorted(unique_digests, block), max(0, len(unique_digests) - 1)
+        )
+        shared[indices[unique_digests[indices] == block]] = True
+    return heldout.chosen[shared[np.searchsorted(unique_digests, digests)]]
 
 
 def shared_groups(heldout: Split, train: Split) -> Iterator[tuple[int, int]]:
@@ -255,15 +257,15 @@ def shared_groups(heldout: Split, train: Split) -> Iterator[tuple[int, int]]:
     groups = heldout.documents.groups[heldout.chosen]
     if not groups.any():
         return
-    known = np.unique(groups)
-    first = np.full(len(known), -1, dtype=np.int64)
+    unique_groups = np.unique(groups)
+    first = np.full(len(unique_groups), -1, dtype=np.int64)
     for start in range(0, len(train), BLOCK):
         numbers = train.chosen[start : start + BLOCK]
         block, firsts = np.unique(train.documents.groups[numbers], return_index=True)
-        indices = np.minimum(np.searchsorted(known, block), len(known) - 1)
-        found = (known[indices] == block) & (block > 0) & (first[indices] < 0)
-        first[indices[found]] = numbers[firsts[found]]
-    partners = first[np.searchsorted(known, groups)]
+        indices = np.minimum(np.searchsorted(unique_groups, block), len(unique_groups) - 1)
+        is_first = (unique_groups[indices] == block) & (block > 0) & (first[indices] < 0)
+        first[indices[is_first]] = numbers[firsts[is_first]]
+    partners = first[np.searchsorted(unique_groups, groups)]
     for number in np.flatnonzero(partners >= 0).tolist():
         yield int(heldout.chosen[number]), int(partners[number])
 

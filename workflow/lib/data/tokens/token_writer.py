@@ -26,7 +26,7 @@ WINDOW_TOKENS = 2**24  # 80 MiB of ids and masks, 144 with weights; at a seq_len
 WINDOW_ROWS = 64  # rows of a window at least: the last one may stay half empty
 Part = tuple[int, npt.NDArray[np.uint32]]
 # A shard's optional arrays, beside ids and masks.
-MORE: dict[str, Callable[[Shard], Array]] = {
+OPTIONAL_READERS: dict[str, Callable[[Shard], Array]] = {
     **dict.fromkeys(WEIGHTS, Shard.weights),
     **dict.fromkeys(DESIRABLE, Shard.desirable),
 }
@@ -41,7 +41,7 @@ class Window:
     starts: npt.NDArray[np.int64]
     lengths: npt.NDArray[np.int64]
     packing: Packing
-    more: Mapping[str, Array] = field(default_factory=dict)
+    optional: Mapping[str, Array] = field(default_factory=dict)
     """As `mask`: the optional arrays of the split, by name."""
 
 
@@ -86,13 +86,14 @@ def write_train(
     *,
     seq_len: int,
     pad_token_id: int,
-    more: Collection[str] = (),
+    optional: Collection[str] = (),
 ) -> int:
-    """Write the training arrays into `folder` by windows; return the rows. more: optional ones."""
+    """Write the training arrays into `folder` by windows; return the rows. optional: names of
+    optional ones."""
     with ExitStack() as stack:
         writers = [
             stack.enter_context(ArrayWriter(folder / name, row_shape=(seq_len,)))
-            for name in [*ARRAYS, *more]
+            for name in [*ARRAYS, *optional]
             if name.startswith("train.")
         ]
         for window in windows:
@@ -126,7 +127,7 @@ def _packed_rows(window: Window, seq_len: int, pad_token_id: int) -> Iterator[tu
         ids[target], mask[target] = window.ids[source], window.mask[source]
         positions[target] = spans(np.zeros_like(lengths), lengths)
         parts = [ids, mask, positions]
-        for values in window.more.values():
+        for values in window.optional.values():
             parts.append(np.zeros(len(ids), dtype=values.dtype))
             parts[-1][target] = values[source]
         yield tuple(part.reshape(len(fill), seq_len) for part in parts)
@@ -139,19 +140,19 @@ def spans(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.
 
 
 def write_heldout(
-    folder: Path, documents: Iterable[tuple[Array, ...]], *, more: Collection[str] = ()
+    folder: Path, documents: Iterable[tuple[Array, ...]], *, optional: Collection[str] = ()
 ) -> None:
     """Write the held-out arrays into `folder`, one document after the other. documents: some at a
-    time, as (ids, mask, *more, lengths), their tokens concatenated."""
+    time, as (ids, mask, *optional, lengths), their tokens concatenated."""
     lengths = [np.zeros(1, dtype=np.int64)]
-    names = ["heldout.input_ids.npy", "heldout.loss_mask.npy", *more]
+    names = ["heldout.input_ids.npy", "heldout.loss_mask.npy", *optional]
     with ExitStack() as stack:
         writers = [stack.enter_context(ArrayWriter(folder / name)) for name in names]
         offsets = stack.enter_context(ArrayWriter(folder / "heldout.offsets.npy"))
-        for *parts, some in documents:
+        for *parts, part_lengths in documents:
             for writer, part in zip(writers, parts, strict=True):
                 writer.append(part)
-            lengths.append(some.astype(np.int64))
+            lengths.append(part_lengths.astype(np.int64))
         offsets.append(np.cumsum(np.concatenate(lengths)))
 
 
@@ -162,16 +163,21 @@ def packing_windows(
     parts = list(split.documents.by_shard(split.chosen))
     tokens = sum(split.documents.shards[shard].tokens for shard, _ in parts)
     count = math.ceil(tokens / max(window_tokens, WINDOW_ROWS * seq_len))
-    more = optional_arrays(split)
+    names = optional_arrays(split)
     for first in range(count):
-        some = parts[first::count]
-        if some:
-            ids, mask, starts, lengths = _load(split.documents, some)
+        window_parts = parts[first::count]
+        if window_parts:
+            ids, mask, starts, lengths = _load(split.documents, window_parts)
             pack_rows = partial(pack if packing else one_per_row, seq_len=seq_len, seed=seed)
-            packed = pack_rows(lengths.reshape(-1, split.unit).sum(1)).of_units(split.unit)
-            shards = [split.documents.shards[shard] for shard, _ in some]
-            found = {name: np.concatenate([MORE[name](shard) for shard in shards]) for name in more}
-            yield Window(ids, mask, starts, lengths, packed, found)
+            packed = pack_rows(lengths.reshape(-1, split.unit).sum(1)).units_to_documents(
+                split.unit
+            )
+            shards = [split.documents.shards[shard] for shard, _ in window_parts]
+            optional = {
+                name: np.concatenate([OPTIONAL_READERS[name](shard) for shard in shards])
+                for name in names
+            }
+            yield Window(ids, mask, starts, lengths, packed, optional)
 
 
 def optional_arrays(split: Split) -> list[str]:
@@ -207,8 +213,13 @@ def _load(documents: Documents, parts: Sequence[Part]) -> tuple[Any, Any, Any, A
 
 def blocks(split: Split) -> Iterator[tuple[Any, ...]]:
     """Yield (ids, mask, *optional arrays, lengths) in order, a shard's at a time."""
-    more = optional_arrays(split)
+    names = optional_arrays(split)
     for part in split.documents.by_shard(split.chosen):
         ids, mask, starts, lengths = _load(split.documents, [part])
         shard, source = split.documents.shards[part[0]], spans(starts, lengths)
-        yield ids[source], mask[source], *(MORE[name](shard)[source] for name in more), lengths
+        yield (
+            ids[source],
+            mask[source],
+            *(OPTIONAL_READERS[name](shard)[source] for name in names),
+            lengths,
+        )

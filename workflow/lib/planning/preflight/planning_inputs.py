@@ -20,11 +20,11 @@ from workflow.lib.settings.objectives import NEEDS, reads_start
 from workflow.lib.step_plan.memory_options import TABLE, Circumstances, MemoryOption, Value
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.compute_choice import (
-    ASKED_FOR,
+    BY_SETTING,
     AttentionChoice,
     AttentionNeeds,
     MatmulHardware,
-    asked_attention_lack,
+    attention_obstacle,
     automatic_attention,
     choose_dtype,
     choose_matmul_dtype,
@@ -103,17 +103,17 @@ def training_attention(
 ) -> AttentionChoice:
     """Return training's attention, with its reason. needs: of the model (`attention_needs`). Raises
     `UserError` if a set one cannot run there."""
-    needs = needs.asked(model.attention_dropout)
+    needs = needs.with_dropout(model.attention_dropout)
     there: Any = {
         "cuda": machine.device == "cuda",
         "bfloat16": machine.bfloat16,
         "compute_dtype": compute_dtype(model, machine),
     }
     if model.attention != "auto":
-        lack = asked_attention_lack(model.attention, needs, **there)
+        lack = attention_obstacle(model.attention, needs, **there)
         if lack is not None:
             raise setting_error("model.attention", model.attention, lack, "Set it to auto or eager")
-        return AttentionChoice(model.attention, ASKED_FOR)
+        return AttentionChoice(model.attention, BY_SETTING)
     return automatic_attention(needs, flash_package=machine.flash_attention, training=True, **there)
 
 
@@ -184,7 +184,7 @@ def plan_from_settings(run: RunConfig, shape: ModelShape, machine: Machine) -> S
         seq_len=run.data.seq_len,
         compute_dtype=compute_dtype(run.model, machine),
         attention=training_attention(run.model, machine, needs).name,
-        attention_dropout=needs.asked(run.model.attention_dropout).dropout > 0,
+        attention_dropout=needs.with_dropout(run.model.attention_dropout).dropout > 0,
         matmul_dtype=matmul_dtype(run, machine),
         matmul_passes=run.train.matmul_passes,
         objective=run.train.objective,

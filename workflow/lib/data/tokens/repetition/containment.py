@@ -70,13 +70,13 @@ def find_contained(
     matches: list[Match] = []
     for index in indices(heldout, pieces=pieces, keys_at_once=keys_at_once):
         shared = _Shared(index, train)
-        found = map_in_order(
+        results = map_in_order(
             _tasks(train),
             prepare=partial(_finder, index, pieces),
             processes=processes,
             alone=FEW_SHARDS,
         )
-        for keys, documents in found:
+        for keys, documents in results:
             shared.add(keys, documents)
         matches += _matches(index, shared, heldout, train, least)
     by_row = {int(heldout.documents.ordinals[m.heldout]): m for m in reversed(matches)}
@@ -106,10 +106,10 @@ def _finder(index: Index, pieces: Pieces) -> Callable[[_Task], tuple[Integers, I
         is_chosen[task.chosen] = True
         keys, documents = [], []
         ids, mask = task.shard.ids(), task.shard.mask()
-        for some, of in by_stretch(ids, mask, lengths, pieces=pieces):
-            found, numbers = index.find(of)
-            numbers += some.start
-            keys.append(found[is_chosen[numbers]])
+        for stretch, part in by_stretch(ids, mask, lengths, pieces=pieces):
+            shared_keys, numbers = index.find(part)
+            numbers += stretch.start
+            keys.append(shared_keys[is_chosen[numbers]])
             documents.append(numbers[is_chosen[numbers]] + task.first)
         return np.concatenate(keys), np.concatenate(documents)
 
@@ -133,13 +133,15 @@ class _Shared:
         ordinals = self._train.documents.ordinals[documents]
         self.rows += rows_by_key(keys, ordinals, keys=len(self.rows))
 
-    def of(self, keys: Integers, owners: Integers) -> tuple[Integers, Integers, Integers]:
-        found = np.concatenate([keys for keys, _ in self._pairs])
-        order = np.argsort(found, kind="stable")
-        found = found[order]
+    def count_by_pair(
+        self, keys: Integers, owners: Integers
+    ) -> tuple[Integers, Integers, Integers]:
+        all_keys = np.concatenate([keys for keys, _ in self._pairs])
+        order = np.argsort(all_keys, kind="stable")
+        all_keys = all_keys[order]
         documents = np.concatenate([documents for _, documents in self._pairs])[order]
-        firsts = np.searchsorted(found, keys, side="left")
-        counts = np.searchsorted(found, keys, side="right") - firsts
+        firsts = np.searchsorted(all_keys, keys, side="left")
+        counts = np.searchsorted(all_keys, keys, side="right") - firsts
         owners, documents = np.repeat(owners, counts), documents[spans(firsts, counts)]
         order, firsts = grouped(owners, documents)
         counts = np.diff(np.append(firsts, len(order)))
@@ -156,8 +158,8 @@ def _matches(
     order, firsts = grouped(index.documents[sharing], documents)
     covered = np.add.reduceat((shares * index.tokens[sharing])[order], firsts)
     held, others = index.documents[sharing][order[firsts]], documents[order[firsts]]
-    numbers, of_numbers = np.unique(index.documents, return_inverse=True)
-    totals = np.bincount(of_numbers, weights=index.tokens)
+    numbers, owners = np.unique(index.documents, return_inverse=True)
+    totals = np.bincount(owners, weights=index.tokens)
     share = covered / totals[np.searchsorted(numbers, held)]
     too_much = np.maximum(share, covered / train.documents.trained[others]) >= least
     chosen = np.flatnonzero(too_much & (share >= LEAST_SHARE))
@@ -176,10 +178,10 @@ def _shares(
     A short answer and a question are shared as a whole or not at all; a share of a long answer
     below `least` has to be one passage."""
     keys, owners, by_question, edges = _counted(index, shared.rows, all_rows=all_rows)
-    sharing, documents, counts = shared.of(keys, owners)
-    known = np.bincount(owners, minlength=len(index))[sharing]
-    shares = counts / known
-    is_whole = counts >= SAME * (known - edges[sharing])
+    sharing, documents, counts = shared.count_by_pair(keys, owners)
+    key_counts = np.bincount(owners, minlength=len(index))[sharing]
+    shares = counts / key_counts
+    is_whole = counts >= SAME * (key_counts - edges[sharing])
     is_passage = (shares >= least) | (shares * index.tokens[sharing] >= SHORT_WORDS)
     whole = by_question | (index.shingles < SHORT_SHINGLES)
     return sharing, documents, np.where(whole[sharing], is_whole, shares * is_passage)
@@ -194,33 +196,39 @@ def _counted(
     most = min(MOST_ROWS, max(SHORT_ROWS + 1, int(COMMON_SHARE * all_rows)))
     most_rows = np.where(index.shingles < SHORT_SHINGLES, SHORT_ROWS, most)
     few = rows[index.answers] <= most_rows[index.answer_owners]
-    left = np.bincount(index.answer_owners[few], minlength=len(index))
-    known = np.bincount(index.answer_owners, minlength=len(index))
-    by_question = (index.shingles < LEAST_SHINGLES) | (2 * left < known)
+    few_counts = np.bincount(index.answer_owners[few], minlength=len(index))
+    all_counts = np.bincount(index.answer_owners, minlength=len(index))
+    by_question = (index.shingles < LEAST_SHINGLES) | (2 * few_counts < all_counts)
     rare = rows[index.contexts] < CONTEXT_ROWS
-    of_rare = np.bincount(index.question_owners[rare], minlength=len(index))
-    of_all = np.bincount(index.question_owners, minlength=len(index))
-    asked = by_question[index.question_owners] & (rare | (of_rare == 0)[index.question_owners])
-    answered = few & ~by_question[index.answer_owners]
+    rare_contexts = np.bincount(index.question_owners[rare], minlength=len(index))
+    all_contexts = np.bincount(index.question_owners, minlength=len(index))
+    question_counts = by_question[index.question_owners] & (
+        rare | (rare_contexts == 0)[index.question_owners]
+    )
+    answer_counts = few & ~by_question[index.answer_owners]
     return (
-        np.concatenate([index.answers[answered], index.questions[asked]]),
-        np.concatenate([index.answer_owners[answered], index.question_owners[asked]]),
+        np.concatenate([index.answers[answer_counts], index.questions[question_counts]]),
+        np.concatenate(
+            [index.answer_owners[answer_counts], index.question_owners[question_counts]]
+        ),
         by_question,
-        np.where(by_question & (of_rare > 0) & (of_rare < of_all), SHINGLE_WORDS - 1, 0),
+        np.where(
+            by_question & (rare_contexts > 0) & (rare_contexts < all_contexts), SHINGLE_WORDS - 1, 0
+        ),
     )
 
 
 def shared_tokens(heldout: Document, train: Document, *, pieces: Pieces) -> slice:
     """Return the tokens of the held-out document that best show what a match shares. They begin
     with the answer that shares most, or before it if it is short."""
-    ours, theirs = (
+    own, other = (
         exchanges(*text, np.array([len(text[0])]), pieces=pieces) for text in (heldout, train)
     )
-    shared = np.isin(ours.answers, theirs.answers)
+    shared = np.isin(own.answers, other.answers)
     assert shared.any(), "a match shares something"
-    best = int(np.bincount(ours.answer_owners[shared]).argmax())
-    start = int(ours.starts[best])
-    if ours.short[best]:
+    best = int(np.bincount(own.answer_owners[shared]).argmax())
+    start = int(own.starts[best])
+    if own.short[best]:
         return slice(max(0, start - QUOTED_TOKENS // 2), start + QUOTED_TOKENS // 2)
-    start = int(ours.answer_tokens[shared & (ours.answer_owners == best)][0])
+    start = int(own.answer_tokens[shared & (own.answer_owners == best)][0])
     return slice(start, start + QUOTED_TOKENS)

@@ -209,9 +209,9 @@ def by_stretch(
 ) -> Iterator[tuple[slice, Exchanges]]:
     """Yield the exchanges of some documents at a time, and the range of these documents."""
     offsets = np.concatenate([[0], np.cumsum(lengths)])
-    for some in stretches(lengths):
-        tokens = slice(int(offsets[some.start]), int(offsets[some.stop]))
-        yield some, exchanges(ids[tokens], mask[tokens], lengths[some], pieces=pieces)
+    for stretch in stretches(lengths):
+        tokens = slice(int(offsets[stretch.start]), int(offsets[stretch.stop]))
+        yield stretch, exchanges(ids[tokens], mask[tokens], lengths[stretch], pieces=pieces)
 
 
 def stretches(tokens: Integers) -> list[slice]:

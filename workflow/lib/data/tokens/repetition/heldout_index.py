@@ -57,23 +57,23 @@ class Index(_Sample):
     def __len__(self) -> int:
         return len(self.documents)
 
-    def find(self, of: Exchanges) -> tuple[Integers, Integers]:
-        """Return the keys of the documents of `of`, and each key's document."""
-        answers, contexts = of.documents[of.answer_owners], of.documents[of.context_owners]
-        found = [
-            self._find(of.answers, answers),
-            self._find(of.questions, contexts),
-            self._find(of.contexts ^ CONTEXT, contexts),
+    def find(self, part: Exchanges) -> tuple[Integers, Integers]:
+        """Return the keys of the exchanges' documents, and each key's document."""
+        answers, contexts = part.documents[part.answer_owners], part.documents[part.context_owners]
+        results = [
+            self._find(part.answers, answers),
+            self._find(part.questions, contexts),
+            self._find(part.contexts ^ CONTEXT, contexts),
         ]
-        keys, documents = zip(*found, strict=True)
+        keys, documents = zip(*results, strict=True)
         return np.concatenate(keys), np.concatenate(documents)
 
     def _find(self, hashes: Hashes, documents: Integers) -> tuple[Integers, Integers]:
         likely = np.flatnonzero(self.filter[_prefixes(hashes)])
         keys = np.searchsorted(self.keys, hashes[likely])
         keys = np.minimum(keys, len(self.keys) - 1)
-        found = self.keys[keys] == hashes[likely]
-        return keys[found], documents[likely[found]]
+        is_known = self.keys[keys] == hashes[likely]
+        return keys[is_known], documents[likely[is_known]]
 
 
 def indices(heldout: Split, *, pieces: Pieces, keys_at_once: int) -> Iterator[Index]:
@@ -90,28 +90,28 @@ def indices(heldout: Split, *, pieces: Pieces, keys_at_once: int) -> Iterator[In
 
 def _samples(heldout: Split, pieces: Pieces) -> Iterator[_Sample]:
     for _, numbers in heldout.documents.by_shard(heldout.chosen):
-        for some, of in by_stretch(*heldout.documents.gather(numbers), pieces=pieces):
-            yield _sample(of, numbers[some].astype(np.int64))
+        for stretch, part in by_stretch(*heldout.documents.gather(numbers), pieces=pieces):
+            yield _sample(part, numbers[stretch].astype(np.int64))
 
 
-def _sample(of: Exchanges, numbers: Integers) -> _Sample:
-    most = np.maximum(ANSWER_KEYS, np.bincount(of.answer_owners) // SAMPLED_SHARE)
-    answers = _smallest(of.answers, of.answer_owners, most=most)
-    lengths = np.bincount(of.context_owners)
-    ends = np.cumsum(lengths)[of.context_owners] - np.arange(len(of.contexts))
-    is_end = (ends <= END_KEYS) | (ends > lengths[of.context_owners] - END_KEYS)
-    ranks = np.where(is_end, np.uint64(0), of.contexts)
+def _sample(part: Exchanges, numbers: Integers) -> _Sample:
+    most = np.maximum(ANSWER_KEYS, np.bincount(part.answer_owners) // SAMPLED_SHARE)
+    answers = _smallest(part.answers, part.answer_owners, most=most)
+    lengths = np.bincount(part.context_owners)
+    ends = np.cumsum(lengths)[part.context_owners] - np.arange(len(part.contexts))
+    is_end = (ends <= END_KEYS) | (ends > lengths[part.context_owners] - END_KEYS)
+    ranks = np.where(is_end, np.uint64(0), part.contexts)
     most = np.full(len(lengths), CONTEXT_KEYS)
-    contexts = _smallest(of.contexts, of.context_owners, most=most, ranks=ranks)
+    contexts = _smallest(part.contexts, part.context_owners, most=most, ranks=ranks)
     return _Sample(
-        documents=numbers[of.documents],
-        tokens=of.tokens,
-        shingles=np.bincount(of.answer_owners, minlength=len(of.tokens)),
-        answers=of.answers[answers],
-        answer_owners=of.answer_owners[answers],
-        questions=of.questions[contexts],
-        question_owners=of.context_owners[contexts],
-        contexts=of.contexts[contexts] ^ CONTEXT,
+        documents=numbers[part.documents],
+        tokens=part.tokens,
+        shingles=np.bincount(part.answer_owners, minlength=len(part.tokens)),
+        answers=part.answers[answers],
+        answer_owners=part.answer_owners[answers],
+        questions=part.questions[contexts],
+        question_owners=part.context_owners[contexts],
+        contexts=part.contexts[contexts] ^ CONTEXT,
     )
 
 
@@ -125,8 +125,8 @@ def _smallest(
     if ranks is not None:
         order = order[np.lexsort((ranks[order], owners[order]))]
     counts = np.bincount(owners[order])
-    places = np.arange(len(order)) - (np.cumsum(counts) - counts)[owners[order]]
-    chosen: Integers = order[places < most[owners[order]]]
+    ranks_in_owner = np.arange(len(order)) - (np.cumsum(counts) - counts)[owners[order]]
+    chosen: Integers = order[ranks_in_owner < most[owners[order]]]
     return chosen
 
 
