@@ -1,6 +1,7 @@
 """Figures of the library's structure, which `workflow/docs/architecture.md` bounds.
 
-`python -m tests.support.house` shows them, and which modules know each memory option."""
+`python -m tests.support.house` shows them, which names say nothing, and which modules know each
+memory option."""
 
 import ast
 import re
@@ -15,6 +16,23 @@ LIBRARY = ROOT / "workflow" / "lib"
 # What they call `saved_activations` is a term of the peak.
 TERMS = ("planning.memory.peaks", "recording.term_names")
 PAGE = ROOT / "workflow" / "docs" / "architecture.md"
+# Names that hold no noun of what they bind: roles in a sentence. `of_` begins one more kind.
+EMPTY_NAMES = {
+    *("found", "given", "known", "place", "places", "asked", "said", "lack", "lacks", "told"),
+    *(
+        "rest",
+        "some",
+        "ours",
+        "theirs",
+        "here",
+        "there",
+        "whose",
+        "which",
+        "those",
+        "stuff",
+        "thing",
+    ),
+}
 
 
 @cache
@@ -50,6 +68,30 @@ def _imported(node: ast.AST) -> set[str]:
     return inner or {module}
 
 
+def empty_names() -> list[str]:
+    """Return `file:line name` of each parameter, variable, function and class of `workflow/` whose
+    name says nothing."""
+    return [
+        f"{file.relative_to(ROOT)}:{node.lineno} {name}"
+        for file in sorted((ROOT / "workflow").rglob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if (name := _bound_name(node)) and _is_empty(name.lower().strip("_"))
+    ]
+
+
+def _is_empty(name: str) -> bool:
+    return name in EMPTY_NAMES or name.startswith("of_")
+
+
+def _bound_name(node: ast.AST) -> str:
+    match node:
+        case ast.arg(arg=name) | ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+            return name
+        case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+            return name
+    return ""
+
+
 def figures() -> dict[str, int]:
     counts = importers()
     lines = {name: text.count("\n") for name, text in modules().items()}
@@ -62,6 +104,7 @@ def figures() -> dict[str, int]:
         "modules with exactly one importer": sum(counts[name] == 1 for name in modules()),
         "share of the largest package, percent": round(100 * max(packages.values()) / whole),
         "lines of the library": whole,
+        "names that say nothing": len(empty_names()),
     }
 
 
@@ -71,6 +114,7 @@ def bounds() -> dict[str, int]:
 
 
 if __name__ == "__main__":
+    print("\n".join(empty_names()))
     for figure, value in figures().items():
         print(f"{figure}: {value:,}")
     for option in TABLE:
