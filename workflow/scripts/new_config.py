@@ -23,11 +23,11 @@ from huggingface_hub import snapshot_download
 from rich.console import Console
 
 from workflow.importing.guide import LENGTHS, Method, seq_len_for, settings_for
+from workflow.lib.checkpoints.files.model_files import CONFIG, TOKENIZER_PATTERNS
 from workflow.lib.data.encoding.tokenizer import default_template, load_tokenizer
 from workflow.lib.data.reading.hub_download import Source, explained_errors
 from workflow.lib.data.reading.sources import find_files
 from workflow.lib.data.tokens.process_pool import available_processes
-from workflow.lib.model.architecture.model_files import CONFIG, TOKENIZER_PATTERNS
 from workflow.lib.planning.preflight.what_if import find_shape
 from workflow.lib.settings.config import RunConfig, load_config
 from workflow.lib.settings.objectives import needs_of

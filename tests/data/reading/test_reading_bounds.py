@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.data_files import compressed, read, write
 from workflow.lib.data.reading import chunks as chunks_module
-from workflow.lib.data.reading import compression, table_readers, text_readers
+from workflow.lib.data.reading import compression, data_file, text_readers
 from workflow.lib.data.reading.chunks import BrokenRow, Row
 from workflow.lib.data.reading.data_file import read_chunks
 from workflow.lib.system.errors import UserError
@@ -17,7 +17,7 @@ from workflow.lib.system.errors import UserError
 
 @pytest.fixture
 def small_limits(monkeypatch):
-    for module in (chunks_module, text_readers, table_readers):
+    for module in (chunks_module, text_readers, data_file):
         monkeypatch.setattr(module, "MAX_ROW_BYTES", 1000)
     monkeypatch.setattr(text_readers, "MAX_SKIPPED_BYTES", 32_000)
     monkeypatch.setattr(text_readers, "MAX_BLANK_LINES", 50)
@@ -109,7 +109,7 @@ def test_row_of_a_table_beyond_the_bound_is_refused(tmp_path):
 
 
 def test_chunk_of_a_table_is_small_where_its_rows_are_large(tmp_path, monkeypatch):
-    monkeypatch.setattr(table_readers, "CHUNK_BYTES", 2000)
+    monkeypatch.setattr(data_file, "CHUNK_BYTES", 2000)
     table = pyarrow.Table.from_pylist([{"a": str(n) * 900} for n in range(10)])
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet", use_dictionary=False)
     with pyarrow.ipc.new_file(tmp_path / "a.arrow", table.schema) as writer:

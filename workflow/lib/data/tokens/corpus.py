@@ -24,7 +24,6 @@ from workflow.lib.data.encoding.sample_encoder import SampleEncoder
 from workflow.lib.data.reading.chunks import NOT_UTF8, Chunk, Row
 from workflow.lib.data.reading.data_file import read_chunks
 from workflow.lib.data.reading.sources import Source
-from workflow.lib.data.tokens.divided_chats import divide_chat
 from workflow.lib.data.tokens.encoded_shards import (
     FIRST_REASONS,
     Shard,
@@ -33,7 +32,7 @@ from workflow.lib.data.tokens.encoded_shards import (
     is_finished,
     read_facts,
 )
-from workflow.lib.data.tokens.overlong import Begun
+from workflow.lib.data.tokens.overlong import Begun, divide_chat
 from workflow.lib.data.tokens.process_pool import map_in_order
 from workflow.lib.data.tokens.work_folder import Listing, reason_kind
 from workflow.lib.settings.config import DataConfig

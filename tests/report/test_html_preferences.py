@@ -10,8 +10,8 @@ from tests.report.test_model_card import read as read_card
 from tests.support.report_examples import add_preferences, edit, write_run
 from tests.support.report_pages import Page, read, rendered
 from workflow.lib.report.comparison import best_run, comparison_csv
+from workflow.lib.report.html_page import both_fell, reward_figures
 from workflow.lib.report.model_card import model_card
-from workflow.lib.report.preferences import both_fell, reward_figures
 from workflow.lib.system.artifact_files import read_lines, write_lines
 
 
