@@ -88,8 +88,7 @@ rule train:
             names=RUNS,
         ),
         [folder for name in RUNS for folder in step_adapters(name)],
-        [merged_model(name) for name in MERGED],
-        [layout.stage_dir(name, "convert_gguf") for name in IN_GGUF],
+        [exported(name, form) for form, names in EXPORTING.items() for name in names],
 
 
 rule evaluate:

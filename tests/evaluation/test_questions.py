@@ -12,7 +12,6 @@ from tests.support.tiny_export import exported_run, random_documents, tiny_adapt
 from workflow.lib.data.encoding.tokenizer import load_tokenizer
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.evaluation.evaluated_models import (
-    ModelFolders,
     load_options,
     machine_facts,
     source_files,
@@ -30,7 +29,7 @@ from workflow.lib.settings.config import (
     ModelConfig,
     PreferencesConfig,
 )
-from workflow.lib.settings.subjects import SUBJECTS
+from workflow.lib.settings.forms import FOLDERS, SUBJECTS
 from workflow.lib.system.checksums import listed_files
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import write_checksums
@@ -92,13 +91,7 @@ class Evaluator:
         asked = parts(questions, world=world)
         measured, new = {}, {}
         original = self.folder / "base-original"
-        folders = ModelFolders(
-            base=self.folder / "base",
-            adapter=self.folder / "adapter",
-            model=original,
-            merged=self.folder / "merged",
-            start=self.folder / "start",
-        )
+        folders = {name: self.folder / name for name in FOLDERS} | {"model": original}
         for subject in subjects(
             SUBJECTS,
             folders,

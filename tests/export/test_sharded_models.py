@@ -18,7 +18,6 @@ from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.weight_checks import local_bytes
 from workflow.lib.distributed.world import process_group
 from workflow.lib.evaluation.evaluated_models import (
-    ModelFolders,
     load_options,
     machine_facts,
     source_files,
@@ -28,7 +27,7 @@ from workflow.lib.evaluation.questions import Archive, Measurement, measure, par
 from workflow.lib.export.sharded_models import load_sharded_adapter
 from workflow.lib.export.stock_models import ADAPTER_WEIGHTS
 from workflow.lib.settings.config import ModelConfig
-from workflow.lib.settings.subjects import SUBJECTS, SubjectName
+from workflow.lib.settings.forms import FOLDERS, SUBJECTS, SubjectName
 from workflow.lib.system.errors import UserError
 
 Measurements = dict[SubjectName, Measurement]
@@ -85,9 +84,7 @@ def evaluate(folder, settings, device="cpu", *, world, shards=None):
     original = folder / "base-original"
     asked = subjects(
         SUBJECTS,
-        ModelFolders(
-            folder / "base", folder / "adapter", original, folder / "merged", folder / "start"
-        ),
+        {name: folder / name for name in FOLDERS} | {"model": original},
         options=options,
         sources=source_files(original, world=world),
         shards=shards,

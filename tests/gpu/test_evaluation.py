@@ -6,7 +6,7 @@ import pytest
 
 from tests.export.test_sharded_models import evaluate, in_two_processes, make_export, make_settings
 from tests.support.distributed import run_distributed
-from workflow.lib.settings.subjects import SUBJECTS
+from workflow.lib.settings.forms import SUBJECTS
 
 pytestmark = pytest.mark.gpu
 

@@ -303,7 +303,7 @@ def test_card_of_a_merged_run_loads_the_adapter_too(run, tmp_path):
     how["device"] = torch.device("cpu")
     tiny_adapter(load_base(tmp_path / "model", **how), tmp_path / "adapter")
     card = model_card(read(run, model_id=None, revision=None))
-    assert 'merged = "path/to/merged"' in card
+    assert 'folder = "path/to/merged"' in card
     assert "`path/to/base` is the folder of" in card
     loaded = used(card, base=tmp_path / "model", this__folder=tmp_path / "adapter")
     ids = torch.arange(5, 40)[None]

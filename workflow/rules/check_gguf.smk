@@ -8,7 +8,7 @@ rule check_gguf:
     log:
         "logs/check_gguf/{run}.log",
     wildcard_constraints:
-        run=any_of(IN_GGUF),
+        run=any_of(EXPORTING["gguf"]),
     priority: FIRST + 2
     conda:
         "../../envs/gguf.yaml"

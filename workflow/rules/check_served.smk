@@ -1,13 +1,12 @@
 # The Python of vLLM's own environment (`make serving`).
 rule check_served:
     input:
+        unpack(lambda w: form_inputs(w.run, [RUNS[w.run].served])),
         server=lambda w: server(w.run),
         evaluation="results/runs/{run}/evaluate_run",
         adapter=expand("results/runs/{{run}}/consolidate/adapter/{file}", file=ADAPTER_FILES),
         weights="results/runs/{run}/consolidate/adapter/adapter_model.safetensors",
         parity="results/runs/{run}/consolidate/parity.json",
-        model=lambda w: model_files(RUNS[w.run]) if RUNS[w.run].served != "merged" else [],
-        merged=lambda w: merged_model(w.run) if RUNS[w.run].served == "merged" else [],
         tokens=lambda w: manifest(RUNS[w.run]),
         arrays=lambda w: layout.token_arrays(RUNS[w.run]),
     output:
@@ -28,7 +27,7 @@ rule check_served:
         config=lambda w: layout.stage_json("check_served", RUNS[w.run]),
         server=lambda w: SERVER_OPTIONS[RUNS[w.run].export.serve],
         served=lambda w: RUNS[w.run].served,
-        models=lambda w, input: model_options(RUNS[w.run], input),
+        models=lambda w, input: form_options(RUNS[w.run], input),
         adapter=subpath(input.weights, parent=True),
         tokens=subpath(input.tokens, parent=True),
     shell:

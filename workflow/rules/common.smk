@@ -42,6 +42,7 @@ from workflow.lib.settings.config import (
     ineffective_settings,
     load_config,
 )
+from workflow.lib.settings.forms import EXPORTS, FORMS, TRAINED
 from workflow.lib.settings.overrides import overridden
 from workflow.lib.settings.yaml_files import check_yaml
 from workflow.lib.system import interrupts
@@ -171,8 +172,10 @@ BY_TOKENS = {Path(layout.tokens_dir(run)).name: run for run in STRICTEST_LAST}
 BY_BASE = {Path(layout.base_dir(run)).name: run for run in RUNS.values()}
 BY_SCORES = {Path(model.scores).name: name for name, model in SCORED.items()}
 BY_MODEL = {Path(layout.description(run)).parent.name: run for run in RUNS.values()}
-MERGED = [name for name, run in RUNS.items() if run.export.merged]
-IN_GGUF = [name for name, run in RUNS.items() if run.export.gguf]
+# The runs that export a form.
+EXPORTING = {
+    form: [name for name, run in RUNS.items() if form in run.export.exported] for form in EXPORTS
+}
 SERVED = [name for name, run in RUNS.items() if run.export.serve != "none"]
 
 # Priority of downloads, tokens and preflight of all runs, before anything expensive: a run that cannot work
@@ -232,16 +235,28 @@ def of_runs(stage, *files, names):
     return [f"{layout.stage_dir(name, stage)}/{file}" for name in names for file in files]
 
 
-def merged_model(name):
-    """Return the merged model as input, if one is exported."""
-    return f"{layout.stage_dir(name, 'consolidate')}/merged" if name in MERGED else []
+def exported(name, form):
+    """Return the folder of a form as input, if the run exports it."""
+    return layout.folder_of_form(name, form) if name in EXPORTING[form] else []
 
 
-def model_options(run, input):
-    """Return the options of a stage for the original and the merged model, if they are inputs."""
-    model = ["--model", located(layout.model_dir(run))] if input.model else []
-    start = start_options(run)[:2] if input.get("start") else []
-    return [*model, *(["--merged", input.merged] if input.merged else []), *start]
+def form_inputs(name, forms):
+    """Return the inputs of a job on forms of a run's model, by folder, beside base and adapter."""
+    parts = {part for form in forms for part in FORMS[form].parts} - {"base", "adapter"}
+    files = {"model": model_files, "start": start_files}
+    return {
+        part: files[part](RUNS[name]) if part in files else layout.folder_of_form(name, part)
+        for part in sorted(parts)
+    }
+
+
+def form_options(run, input):
+    """Return the options of a stage for the folders of `form_inputs`."""
+    folders = {form: input.get(form) for form in EXPORTS} | {
+        "model": located(layout.model_dir(run)) if input.get("model") else None,
+        "start": located(layout.start_adapter(run)) if input.get("start") else None,
+    }
+    return [part for name, path in folders.items() if path for part in (f"--{name}", path)]
 
 
 def evaluations():

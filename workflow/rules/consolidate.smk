@@ -26,7 +26,7 @@ rule consolidate:
     log:
         "logs/consolidate/{run}.log",
     wildcard_constraints:
-        run=any_of(run for run in RUNS if run not in MERGED),
+        run=any_of(run for run in RUNS if run not in EXPORTING["merged"]),
     conda:
         "../../envs/torch.yaml"
     threads: lambda w: cores(RUNS[w.run])
@@ -53,4 +53,4 @@ use rule consolidate as consolidate_and_merged with:
         parity="results/runs/{run}/consolidate/parity.json",
         merged=directory("results/runs/{run}/consolidate/merged"),
     wildcard_constraints:
-        run=any_of(MERGED),
+        run=any_of(EXPORTING["merged"]),

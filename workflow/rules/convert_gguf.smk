@@ -1,8 +1,11 @@
 # A file per form and format, by the settings.
 rule convert_gguf:
     input:
-        merged=lambda w: merged_model(w.run) if "merged" in RUNS[w.run].export.gguf_of else [],
-        model=lambda w: model_files(RUNS[w.run]) if "adapter" in RUNS[w.run].export.gguf_of else [],
+        unpack(
+            lambda w: form_inputs(
+                w.run, [form for form in TRAINED if FORMS[form].gguf in RUNS[w.run].export.gguf_of]
+            )
+        ),
         adapter=expand("results/runs/{{run}}/consolidate/adapter/{file}", file=ADAPTER_FILES),
         weights="results/runs/{run}/consolidate/adapter/adapter_model.safetensors",
         tokens=lambda w: manifest(RUNS[w.run]),
@@ -14,7 +17,7 @@ rule convert_gguf:
     log:
         "logs/convert_gguf/{run}.log",
     wildcard_constraints:
-        run=any_of(IN_GGUF),
+        run=any_of(EXPORTING["gguf"]),
     conda:
         "../../envs/gguf.yaml"
     threads: lambda w: cores(RUNS[w.run], most=1)
@@ -22,7 +25,7 @@ rule convert_gguf:
         config=lambda w: layout.stage_json("convert_gguf", RUNS[w.run]),
         adapter=subpath(input.weights, parent=True),
         tokens=subpath(input.tokens, parent=True),
-        models=lambda w, input: model_options(RUNS[w.run], input),
+        models=lambda w, input: form_options(RUNS[w.run], input),
         llama_cpp=lambda w, input: input.converter or RUNS[w.run].export.llama_cpp,
     shell:
         "python -m workflow.scripts.convert_gguf --config {params.config:q} --run {wildcards.run:q}"

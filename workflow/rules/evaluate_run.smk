@@ -1,12 +1,10 @@
 rule evaluate_run:
     input:
+        unpack(lambda w: form_inputs(w.run, RUNS[w.run].subjects)),
         base=lambda w: layout.base_dir(RUNS[w.run]),
         adapter=expand("results/runs/{{run}}/consolidate/adapter/{file}", file=ADAPTER_FILES),
         weights="results/runs/{run}/consolidate/adapter/adapter_model.safetensors",
-        model=lambda w: original_files(RUNS[w.run]),
-        start=lambda w: start_files(RUNS[w.run]) if "start" in RUNS[w.run].subjects else [],
         scores=lambda w: evaluated_scores(w.run),
-        merged=lambda w: merged_model(w.run) if "merged" in RUNS[w.run].subjects else [],
         tokens=lambda w: manifest(RUNS[w.run]),
         arrays=lambda w: layout.token_arrays(RUNS[w.run]),
         tasks=lambda w: task_files(RUNS[w.run]),

@@ -70,18 +70,12 @@ def on_each_node(run, threads):
     return ["srun", *tasks, f"--cpus-per-task={threads}", "--kill-on-bad-exit=1"]
 
 
-def original_files(run):
-    """Return the original model's files as inputs, if the evaluation loads them."""
-    loads = {"original", "tuned_on_original"} & set(run.subjects)
-    return model_files(run) if loads else []
-
-
 SERVER_OPTIONS = {"vllm": "--python", "llama_cpp": "--gguf"}
 
 
 def server(name):
     """Return the input of a run's server: vLLM's Python, or the GGUF files."""
-    gguf = layout.stage_dir(name, "convert_gguf")
+    gguf = layout.folder_of_form(name, "gguf")
     return {"vllm": layout.SERVING, "llama_cpp": gguf}[RUNS[name].export.serve]
 
 
@@ -97,7 +91,7 @@ def evaluated_scores(name):
 
 def evaluated_options(run, input):
     """Return the options of the evaluation for the models and the scores, if they are inputs."""
-    return [*model_options(run, input), *(["--scores", input.scores] if input.scores else [])]
+    return [*form_options(run, input), *(["--scores", input.scores] if input.scores else [])]
 
 
 def task_files(run):
@@ -109,11 +103,9 @@ def task_files(run):
 def published_files(name):
     """Return a run's published files as inputs."""
     form, folder = RUNS[name].export.hub_form, layout.stage_dir(name, "consolidate")
-    return {
-        "adapter": [f"{folder}/adapter/{file}" for file in ADAPTER_FILES],
-        "merged": [f"{folder}/merged"],
-        "gguf": [layout.stage_dir(name, "convert_gguf")],
-    }[form]
+    if form == "adapter":
+        return [f"{folder}/adapter/{file}" for file in ADAPTER_FILES]
+    return [layout.folder_of_form(name, form)]
 
 
 def published_folder(name, files):

@@ -5,7 +5,7 @@ rule render_report:
         metrics=of_runs("finetune", "metrics.jsonl", names=RUNS),
         parity=of_runs("consolidate", "parity.json", names=RUNS),
         evaluation=evaluations(),
-        gguf=[layout.stage_dir(name, "convert_gguf") for name in IN_GGUF],
+        gguf=[layout.folder_of_form(name, "gguf") for name in EXPORTING["gguf"]],
         served=[served_check(name) for name in SERVED],
         tokens=[manifest(RUNS[name]) for name in RUNS],
     output:
@@ -24,7 +24,7 @@ rule render_report:
                 {
                     "folder": subpath(summary, ancestor=2),
                     "tokens": subpath(manifest, parent=True),
-                    "gguf": name in IN_GGUF,
+                    "gguf": name in EXPORTING["gguf"],
                     "served": name in SERVED,
                 }
                 for name, summary, manifest in zip(RUNS, input.summary, input.tokens, strict=True)

@@ -7,7 +7,7 @@ rule write_card:
         manifest=lambda w: manifest(RUNS[w.run]),
         parity="results/runs/{run}/consolidate/parity.json",
         evaluation="results/runs/{run}/evaluate_run",
-        gguf=lambda w: (layout.stage_dir(w.run, "convert_gguf") if w.run in IN_GGUF else []),
+        gguf=lambda w: exported(w.run, "gguf"),
         served=lambda w: served_check(w.run),
     output:
         "results/runs/{run}/consolidate/adapter/README.md",

@@ -3,8 +3,8 @@
     python -m workflow.scripts.chat RUN
     python -m workflow.scripts.chat RUN --prompt "What does str.lower do?"
 
-The adapter answers on its NF4 base, as it was trained; `--model` asks the base, the original or
-the merged model instead. `/new` begins a new conversation, Ctrl-C ends an answer, Ctrl-D the
+The adapter answers on its NF4 base, as it was trained; `--model` asks another form of the model
+instead. `/new` begins a new conversation, Ctrl-C ends an answer, Ctrl-D the
 program."""
 
 import argparse
@@ -17,28 +17,30 @@ from workflow.lib.artifacts.layout import RESULTS, model_dir
 from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.training_record import Summary
 from workflow.lib.settings.config import ModelConfig, RunConfig
+from workflow.lib.settings.forms import FORMS, SUBJECTS
 from workflow.lib.system.environment import importing
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.scripts.command import run, stage_parser
 
 logger = logging.getLogger("workflow")
 
-MODELS = ("tuned", "base", "original", "merged")
+MODELS = tuple(name for name in SUBJECTS if FORMS[name].adapter != "start")
 NEW = "/new"
 
 
 def main(args: argparse.Namespace) -> None:
-    folder, adapter = model_folders(args)
+    folder, exported = model_folders(args)
+    adapter = exported if FORMS[args.model].adapter else None
     with importing():
         from transformers import TextStreamer
 
         from workflow.lib.evaluation.conversation import open_conversation
 
-    logger.info("loading %s%s", folder, f" with {adapter}" if args.model == "tuned" else "")
+    logger.info("loading %s%s", folder, f" with {adapter}" if adapter else "")
     conversation = open_conversation(
         folder,
-        adapter,
-        tuned=args.model == "tuned",
+        exported,
+        adapter=adapter,
         settings=trained_model(args),
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
@@ -93,22 +95,22 @@ def trained_model(args: argparse.Namespace) -> ModelConfig:
 
 def model_folders(args: argparse.Namespace) -> tuple[Path, Path]:
     """Return the folders of the model to load and of the run's adapter."""
-    exported = args.results / "runs" / args.run / "consolidate"
-    summary = summary_of(args)
-    if args.model == "merged":
-        folder = exported / "merged"
-        change = "Set export.merged to true and repeat the workflow, or name another --model"
-    elif args.model == "original":
+    run_folder, form = args.results / "runs" / args.run, FORMS[args.model]
+    adapter, summary = run_folder / "consolidate" / "adapter", summary_of(args)
+    if form.export is not None:
+        folder = run_folder / form.export.folder
+        change = f"Set export.{args.model} and repeat the workflow, or name another --model"
+    elif form.weights == "model":
         # as in the run, whose paths are relative to the folder above its results
         folder = args.results.parent / model_dir(RunConfig(model=trained_model(args)))
         change = "Name another --model"
     else:
         folder = args.results.parent / summary.base
         change = "Run the workflow again: snakemake --cores all"
-    for path in (folder, exported / "adapter"):
+    for path in (folder, adapter):
         if not path.is_dir():
             raise setting_error("--model", args.model, f"{path} is not there", change)
-    return folder, exported / "adapter"
+    return folder, adapter
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import logging
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from workflow.lib.artifacts.evaluation_record import Evaluation
 from workflow.lib.artifacts.manifest_record import ConversationFacts, Probe
@@ -20,7 +20,7 @@ from workflow.lib.artifacts.records import GgufChecks, Parity, Provenance, Serve
 from workflow.lib.data.encoding.tokenizer import load_tokenizer
 from workflow.lib.data.tokens.token_store import TokenStore, recorded_arrays
 from workflow.lib.distributed.work_sharing import check_recorded
-from workflow.lib.evaluation.evaluated_models import load_options
+from workflow.lib.evaluation.evaluated_models import Loading, load_options
 from workflow.lib.evaluation.llama_cpp_server import (
     BOUNDS,
     POSITIONS,
@@ -40,46 +40,45 @@ from workflow.lib.evaluation.served_checks import (
 )
 from workflow.lib.evaluation.vllm_server import VllmServer, VllmStart, rank_slots
 from workflow.lib.export.adapter_files import check_conversations
-from workflow.lib.export.stock_models import load_adapter, load_base
 from workflow.lib.model.backends import choose_device
 from workflow.lib.quantization.nf4_checkpoint import read_settings
 from workflow.lib.settings.config import EvaluateConfig, ModelConfig
-from workflow.lib.settings.subjects import SUBJECT_LABELS, SUBJECTS
+from workflow.lib.settings.forms import EXPORTS, FORMS, SUBJECTS
 from workflow.lib.system.checksums import check_files, downloaded_files, listed_files
 from workflow.lib.system.files import write_checked_json
 from workflow.lib.system.hardware import visible_gpus
-from workflow.scripts.command import run, stage_parser
+from workflow.scripts.command import form_folders, run, stage_parser
 
 logger = logging.getLogger("workflow")
 
 
 def main(args: argparse.Namespace) -> None:
-    exported = args.merged or args.adapter
+    served = served_model(args)
     store = TokenStore.open(args.tokens)
     check_recorded(
         [
-            *listed_files(exported),
-            *([] if args.merged else listed_files(args.adapter)),
-            *downloaded_files(args.merged or args.model),
+            *listed_files(served.exported),
+            *downloaded_files(served.weights),
             *recorded_arrays(args.tokens, store.manifest),
         ]
     )
     evaluation = read_record(args.evaluation / f"{args.served}.json", Evaluation)
-    asked = questions(args, evaluation, exported)
-    trial = (in_gguf if args.gguf else in_vllm)(args, asked)
+    asked = questions(args, evaluation, served.exported)
+    trial = (in_gguf if args.gguf else in_vllm)(args, served, asked)
     with running(trial.kind, trial.start) as server:
         known_as = f"{server.name} {server.version}"
-        logger.info("%s serves %s in %s", known_as, SUBJECT_LABELS[args.served], trial.dtype)
-        if isinstance(server, VllmServer) and not args.merged:
-            server.load_adapter(ADAPTER, args.adapter, on_experts=trial.on_experts)
-        check_conversations(exported, probes(args.tokens))
-        prompts = check_prompts(server, load_tokenizer(exported), probes(args.tokens))
-        said = ask(server, asked, served=BASE if args.merged else ADAPTER)
+        logger.info("%s serves %s in %s", known_as, FORMS[args.served].label, trial.dtype)
+        if isinstance(server, VllmServer) and served.adapter is not None:
+            server.load_adapter(ADAPTER, served.adapter, on_experts=trial.on_experts)
+        tokenizer = load_tokenizer(served.exported)
+        check_conversations(served.exported, probes(args.tokens))
+        prompts = check_prompts(server, tokenizer, probes(args.tokens))
+        said = ask(server, asked, served=BASE if served.adapter is None else ADAPTER)
     known = Known.of(evaluation, asked)
     bounds: Any = {"bound": trial.bound, "rounded": args.gguf is not None}
     comparison = Comparison(known_as, asked, known, said, **bounds)
     worst = comparison.worst_document()
-    model = loaded(args)
+    model = loaded(args, served)
     check = ServedCheck(
         server=known_as,
         subject=args.served,
@@ -94,12 +93,27 @@ def main(args: argparse.Namespace) -> None:
         prompts=prompts,
         adapter=comparison.adapter_effect(model),
         answers=len(said.answers),
-        equal_answers=comparison.equal_answers(load_tokenizer(exported)),
+        equal_answers=comparison.equal_answers(tokenizer),
         answer_gap=comparison.answer_gap(model),
         provenance=Provenance.now(),
     )
     write_checked_json(args.output, check.as_json())
     logger.info("%s", check.summary)
+
+
+class ServedModel(NamedTuple):
+    """Folders of the served form: weights, an adapter on them, and the one that has the tokenizer
+    of the training."""
+
+    weights: Path
+    adapter: Path | None
+    exported: Path
+
+
+def served_model(args: argparse.Namespace) -> ServedModel:
+    folders, form = form_folders(args), FORMS[args.served]
+    weights, adapter = folders[form.weights], folders[form.adapter] if form.adapter else None
+    return ServedModel(weights, adapter, adapter or weights)
 
 
 @dataclass(frozen=True)
@@ -128,25 +142,25 @@ def questions(args: argparse.Namespace, evaluation: Evaluation, exported: Path) 
     )
 
 
-def in_gguf(args: argparse.Namespace, asked: Asked) -> Trial:
+def in_gguf(args: argparse.Namespace, _: ServedModel, asked: Asked) -> Trial:
     check_files(listed_files(args.gguf))
-    form = "merged" if args.merged else "adapter"
     files = read_record(args.gguf / "gguf.json", GgufChecks).files
-    file = next(file for file in files if file.form == form)
+    file = next(file for file in files if file.form == FORMS[args.served].gguf)
     adapter = args.gguf / file.adapter if file.adapter else None
     start = LlamaCppStart(args.gguf / file.file, adapter, asked.longest, "export.serve")
     return Trial(LlamaCppServer, start, file.format, BOUNDS[file.format])
 
 
-def in_vllm(args: argparse.Namespace, asked: Asked) -> Trial:
+def in_vllm(args: argparse.Namespace, served: ServedModel, asked: Asked) -> Trial:
     parity = read_record(args.parity, Parity)
-    config = None if args.merged else read_settings(args.adapter / "adapter_config.json")
+    adapter = served.adapter
+    config = None if adapter is None else read_settings(adapter / "adapter_config.json")
     rank = None if config is None else rank_slots(config)
     on_experts = bool(config and config.get("target_parameters"))
     start = VllmStart(
         python=args.python,
-        model=args.merged or args.model,
-        tokenizer=args.merged or args.adapter,
+        model=served.weights,
+        tokenizer=served.exported,
         dtype=parity.compute_dtype,
         max_tokens=asked.longest,
         max_lora_rank=rank,
@@ -160,12 +174,11 @@ def probes(tokens: Path) -> list[Probe]:
     return read_record(tokens / "manifest.json", ConversationFacts).probes
 
 
-def loaded(args: argparse.Namespace) -> Model:
+def loaded(args: argparse.Namespace, served: ServedModel) -> Model:
     """Return the served model, in Transformers."""
-    folder = args.merged or args.model
     settings = ModelConfig.model_validate(args.config["model"])
-    model = load_base(folder, **load_options(folder, device=choose_device(), settings=settings))
-    return model if args.merged else load_adapter(model, args.adapter)
+    options = load_options(served.weights, device=choose_device(), settings=settings)
+    return Loading(options, shards=None).model(served.weights, served.adapter)
 
 
 def trained_loss(path: Path, asked: Asked) -> float | None:
@@ -175,7 +188,9 @@ def trained_loss(path: Path, asked: Asked) -> float | None:
 
 if __name__ == "__main__":
     parser = stage_parser(
-        __doc__, needs="adapter parity evaluation tokens output", takes="python gguf model merged"
+        __doc__,
+        needs="adapter parity evaluation tokens output",
+        takes=" ".join(["python model", *EXPORTS]),
     )
     parser.add_argument("--served", choices=SUBJECTS, required=True, help="which is served")
     run(main, parser)

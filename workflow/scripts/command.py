@@ -22,6 +22,7 @@ from typing import NoReturn, TextIO
 
 from workflow import scripts
 from workflow.lib.artifacts.stage_logs import BEGUN, ENDED, ERRORS_FROM_LOG
+from workflow.lib.settings.forms import EXPORTS, FOLDERS, FORMS
 from workflow.lib.system.environment import follows, is_worker
 from workflow.lib.system.errors import PeerLostError, StoppedError, UserError
 from workflow.lib.system.files import unwritable
@@ -44,10 +45,8 @@ OPTIONS: dict[str, tuple[type, str]] = {
     "base": (Path, "folder of the NF4 base"),
     "checkpoints": (Path, "folder of the run's checkpoints, kept between invocations"),
     "evaluation": (Path, "folder of the run's evaluation"),
-    "gguf": (Path, "folder of the run's GGUF files"),
     "llama_cpp": (Path, "folder of llama.cpp's converters"),
     "manifest": (Path, "manifest.json of the tokens"),
-    "merged": (Path, "folder of the merged model"),
     "model": (Path, "folder of the original model"),
     "output": (Path, "file or folder to write"),
     "parity": (Path, "parity.json of the export"),
@@ -58,6 +57,7 @@ OPTIONS: dict[str, tuple[type, str]] = {
     "step": (int, "step of the checkpoint"),
     "summary": (Path, "summary.json of the training"),
     "tokens": (Path, "folder of the tokens"),
+    **{name: (Path, f"folder of an export: {FORMS[name].meaning}") for name in EXPORTS},
 }
 
 
@@ -79,6 +79,12 @@ def stage_parser(
     )
     parser.add_argument("--log", type=Path, help="log file; default: standard error only")
     return parser
+
+
+def form_folders(args: argparse.Namespace) -> dict[str, Path]:
+    """Return the folders of the model's forms on a command line, by the names of `FOLDERS`."""
+    folders = {name: getattr(args, name, None) for name in FOLDERS}
+    return {name: folder for name, folder in folders.items() if folder is not None}
 
 
 def run(

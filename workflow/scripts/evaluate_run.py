@@ -15,10 +15,10 @@ from pathlib import Path
 
 from workflow.lib.evaluation.task_files import environment
 from workflow.lib.settings.config import EvaluateConfig
-from workflow.lib.settings.subjects import SUBJECTS
+from workflow.lib.settings.forms import EXPORTS, FORMS, SUBJECTS
 from workflow.lib.system.environment import importing, is_worker
 from workflow.lib.system.hardware import available_host_bytes, visible_gpus
-from workflow.scripts.command import run, stage_parser
+from workflow.scripts.command import form_folders, run, stage_parser
 
 
 def main(args: argparse.Namespace) -> None:
@@ -36,14 +36,16 @@ def main(args: argparse.Namespace) -> None:
 
     gpus = visible_gpus() if choose_device().type == "cuda" else []
     gpu_bytes = [gpu.total_bytes for gpu in gpus]
-    loaded = [args.base, args.merged, args.model if "tuned_on_original" in args.subjects else None]
+    folders = form_folders(args)
+    # An original that fits nowhere is streamed, unless the adapter is measured on it.
+    loaded = {FORMS[name].weights for name in args.subjects if name != "original"}
     division = divide(
         settings.processes,
         shard=settings.shard,
-        folders=[folder for folder in loaded if folder],
+        folders=[folders[name] for name in loaded],
         gpu_bytes=gpu_bytes,
     )
-    if args.model not in loaded and not is_worker():
+    if args.model and "model" not in loaded and not is_worker():
         args.stream_original = not fits(
             args.model, division, gpu_bytes=gpu_bytes, host_bytes=available_host_bytes()
         )
@@ -70,7 +72,9 @@ def main(args: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = stage_parser(
-        __doc__, needs="run base adapter tokens output", takes="model start merged scores"
+        __doc__,
+        needs="run base adapter tokens output",
+        takes=" ".join(["model start scores", *EXPORTS]),
     )
     parser.add_argument(
         "--subjects", nargs="+", choices=SUBJECTS, required=True, help="models to measure"

@@ -6,7 +6,7 @@ here read environment variables at import, so `evaluate_run` sets those before."
 
 import argparse
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -47,11 +47,12 @@ from workflow.lib.settings.config import (
     PreferencesConfig,
     TrainConfig,
 )
+from workflow.lib.settings.forms import FORMS, SubjectName
 from workflow.lib.settings.objectives import reads_start
-from workflow.lib.settings.subjects import SUBJECT_LABELS, SubjectName
 from workflow.lib.system.checksums import RecordedFile
 from workflow.lib.system.files import new_folder, write_checked_json
 from workflow.lib.system.input_files import Inputs
+from workflow.scripts.command import form_folders
 
 logger = logging.getLogger("workflow")
 
@@ -63,7 +64,7 @@ def work(args: argparse.Namespace, settings: EvaluateConfig, *, sharded: bool) -
     with ExitStack() as stack:
         process = join(stack, sharded=sharded)
         store = TokenStore.open(args.tokens)
-        folders = model_folders(args)
+        folders = form_folders(args)
         inputs = inputs_of(args, settings, folders)
         sources = check_inputs(args, folders, store, process)
         options = evaluated_models.load_options(
@@ -103,23 +104,17 @@ def work(args: argparse.Namespace, settings: EvaluateConfig, *, sharded: bool) -
 
 
 def inputs_of(
-    args: argparse.Namespace, settings: EvaluateConfig, folders: evaluated_models.ModelFolders
+    args: argparse.Namespace, settings: EvaluateConfig, folders: Mapping[str, Path]
 ) -> Inputs:
     """Return the files of the models, of the tasks and of the template."""
     tasks = Path(settings.tasks_dir).rglob("*") if settings.tasks_dir else ()
     template = [Path(args.chat_template)] if args.chat_template else []
-    return Inputs([*folders.all(), *(path for path in tasks if path.is_file()), *template])
-
-
-def model_folders(args: argparse.Namespace) -> evaluated_models.ModelFolders:
-    return evaluated_models.ModelFolders(
-        base=args.base, adapter=args.adapter, model=args.model, merged=args.merged, start=args.start
-    )
+    return Inputs([*folders.values(), *(path for path in tasks if path.is_file()), *template])
 
 
 def check_inputs(
     args: argparse.Namespace,
-    folders: evaluated_models.ModelFolders,
+    folders: Mapping[str, Path],
     store: TokenStore,
     process: Process,
 ) -> list[RecordedFile]:
@@ -127,15 +122,18 @@ def check_inputs(
     original, if it is measured. Collective."""
     process.pulse.phase("checking the files")
     recorded = [
-        file for folder in folders.made_here() for file in evaluated_models.files_of(folder)
+        file
+        for name, folder in folders.items()
+        if name != "model"
+        for file in evaluated_models.files_of(folder)
     ]
     recorded += recorded_arrays(args.tokens, store.manifest)
     recorded += recorded_scores(args.scores) if args.scores else []
     check_recorded(recorded, world=process.world, moved=process.pulse.moved)
-    if folders.model is None:
+    if "model" not in folders:
         return []
     return evaluated_models.source_files(
-        folders.model, world=process.world, moved=process.pulse.moved
+        folders["model"], world=process.world, moved=process.pulse.moved
     )
 
 
@@ -202,7 +200,7 @@ def measure_all(
 ) -> dict[SubjectName, Measurement]:
     """Return each model's answers, by its name. Collective."""
     asked = parts(questions, world=process.world)
-    folders = model_folders(args).all()
+    folders = list(form_folders(args).values())
     measured: dict[SubjectName, Measurement] = {}
     for model in models:
         measured[model.name], new = measure(
@@ -214,7 +212,7 @@ def measure_all(
         )
         logger.info(
             "%s%s: measured %s, %d of %d parts known before",
-            SUBJECT_LABELS[model.name],
+            FORMS[model.name].label,
             ", larger than memory and read layer by layer, its held-out loss alone"
             if model.streamed
             else "",

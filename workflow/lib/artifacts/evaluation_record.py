@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from workflow.lib.artifacts.records import Interval, Provenance, Record
-from workflow.lib.settings.subjects import SubjectName
+from workflow.lib.settings.forms import SubjectName
 
 ITEMS = "items.json"
 

@@ -15,6 +15,7 @@ from workflow.lib.data.tokens.token_store import ARRAYS, MANIFEST
 from workflow.lib.settings.config import ReportConfig, RunConfig, Section, is_hub_id
 from workflow.lib.settings.effects import Affects
 from workflow.lib.settings.evaluate import LLAMA_CPP_RELEASE
+from workflow.lib.settings.forms import EXPORTS
 from workflow.lib.settings.objectives import needs_of
 from workflow.lib.system.files import canonical_json, short_hash
 
@@ -237,6 +238,11 @@ def base_dir(run: RunConfig) -> str:
 
 def stage_dir(name: str, stage: str) -> str:
     return str(RESULTS / "runs" / name / stage)
+
+
+def folder_of_form(name: str, form: str) -> str:
+    """Folder of an exported form of a run."""
+    return stage_dir(name, EXPORTS[form].folder)
 
 
 def fingerprint(run: RunConfig, *, of_any_length: bool = False) -> str:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AllowInfNan, BaseModel, ConfigDict, Field
 
 from workflow.lib.settings.evaluate import GgufFormat
-from workflow.lib.settings.subjects import SubjectName
+from workflow.lib.settings.forms import SubjectName
 from workflow.lib.system.files import provenance
 
 Interval = tuple[float, float]

@@ -104,19 +104,19 @@ class Conversation:
 
 def open_conversation(
     folder: Path,
-    adapter: Path,
+    exported: Path,
     *,
-    tuned: bool,
+    adapter: Path | None,
     settings: ModelConfig,
     max_new_tokens: int,
     temperature: float,
 ) -> Conversation:
-    """Load the model in `folder`, with the adapter on it if `tuned`. The adapter's folder has the
-    tokenizer, the chat template of the training and the tokens that end a turn."""
+    """Load the model in `folder`, with an adapter on it. exported: the trained adapter's folder,
+    with tokenizer, chat template of the training and the tokens that end a turn."""
     loading = Loading(load_options(folder, device=choose_device(), settings=settings), shards=None)
-    model = loading.tuned(folder, adapter) if tuned else loading.plain(folder)
-    tokenizer = load_tokenizer(adapter)
-    ends = GenerationConfig.from_pretrained(adapter).eos_token_id
+    model = loading.model(folder, adapter)
+    tokenizer = load_tokenizer(exported)
+    ends = GenerationConfig.from_pretrained(exported).eos_token_id
     stop_ids = stop_token_ids([], tokenizer=tokenizer, model=model)
     stop_ids += ends if isinstance(ends, list) else [] if ends is None else [ends]
     sampling = Sampling(sorted(set(stop_ids)), max_new_tokens, temperature)

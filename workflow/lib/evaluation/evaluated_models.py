@@ -4,7 +4,7 @@ NF4 base and tuned are one copy of the weights with the adapter switched off and
 original and the adapter on it. Only one copy is in memory: a model replaces the one before it."""
 
 import gc
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +24,7 @@ from workflow.lib.export.stock_models import load_adapter, load_base
 from workflow.lib.model.backends import read_attention_needs, resolve_attention, resolve_dtype
 from workflow.lib.scores.streamed_model import StreamedModel
 from workflow.lib.settings.config import ModelConfig
-from workflow.lib.settings.subjects import SubjectName
+from workflow.lib.settings.forms import FORMS, Form, SubjectName
 from workflow.lib.system.checksums import RecordedFile, downloaded_files, listed_files
 from workflow.lib.system.files import SUMS, file_sha256, package_versions
 
@@ -53,23 +53,6 @@ def machine_facts(options: dict[str, Any]) -> dict[str, Any]:
         "attention": options["attention"],
         "packages": {k: v for k, v in package_versions().items() if k in MEASURING},
     }
-
-
-@dataclass(frozen=True)
-class ModelFolders:
-    """Folders of the models' files; None for models that are not measured."""
-
-    base: Path
-    adapter: Path
-    model: Path | None = None  # the original
-    merged: Path | None = None
-    start: Path | None = None  # the adapter of another run, or any
-
-    def made_here(self) -> list[Path]:
-        return [folder for folder in (self.base, self.adapter, self.merged, self.start) if folder]
-
-    def all(self) -> list[Path]:
-        return [*self.made_here(), *([self.model] if self.model else [])]
 
 
 def source_files(
@@ -105,44 +88,47 @@ def _counts(name: str) -> bool:
 
 def subjects(
     names: Collection[SubjectName],
-    folders: ModelFolders,
+    folders: Mapping[str, Path],
     *,
     options: dict[str, Any],
     sources: Sequence[RecordedFile] = (),
     shards: World | None = None,
     streamed: bool = False,
 ) -> list[Subject]:
-    """Return the named subjects, in the best order of loading; nothing is loaded yet. options: of
-    `load_options`; sources: `source_files` of the original, if it is measured; shards: the
-    processes over which the weights are sharded, None for a whole copy; streamed: the original is
-    larger than memory. Raises `UserError` if a folder is not finished."""
+    """Return the named subjects, in the best order of loading; nothing is loaded yet. folders: by
+    the names of `forms.FOLDERS`; options: of `load_options`; sources: `source_files` of the
+    original, if it is measured; shards: the processes over which the weights are sharded, None for
+    a whole copy; streamed: the original is larger than memory. Raises `UserError` if a folder is
+    not finished."""
     loading, memory = Loading(options, shards), _Memory()
-    base, adapter = listed_files(folders.base), listed_files(folders.adapter)
-    known: dict[SubjectName, tuple[str, Callable[[], AbstractContextManager[Opened]]]] = {}
-    if folders.model is not None:
-        on_original = memory.opener(partial(loading.tuned, folders.model, folders.adapter))
-        known |= {
-            "original": (content_key(sources), partial(on_original, adapter=False)),
-            "tuned_on_original": (content_key(sources, adapter), on_original),
-        }
-    on_base = memory.opener(partial(loading.tuned, folders.base, folders.adapter))
-    known |= {
-        "base": (content_key(base), partial(on_base, adapter=False)),
-        "tuned": (content_key(base, adapter), on_base),
-    }
-    if folders.start is not None:
-        on_start = memory.opener(partial(loading.tuned, folders.base, folders.start))
-        known["start"] = (content_key(base, files_of(folders.start)), on_start)
-    if folders.merged is not None:
-        merged = memory.opener(partial(loading.plain, folders.merged))
-        known["merged"] = (content_key(listed_files(folders.merged)), merged)
-    if streamed and folders.model is not None:
-        known["original"] = (content_key(sources), partial(_streamed, folders.model, options))
-    return [
-        Subject(name, *known[name], streamed=streamed and name == "original")
-        for name in known
-        if name in names
-    ]
+    files = {part: _files(part, folders[part], sources) for n in names for part in FORMS[n].parts}
+    copies: dict[tuple[str, ...], list[SubjectName]] = {}
+    for name in (name for name in FORMS if name in names):
+        copies.setdefault(_copy(FORMS[name]), []).append(name)
+    measured = []
+    for copy, forms in copies.items():
+        opener = memory.opener(partial(loading.model, *(folders[part] for part in copy)))
+        for name in forms:
+            opened: Callable[[], AbstractContextManager[Opened]]
+            opened = partial(opener, adapter=FORMS[name].adapter is not None)
+            is_streamed = streamed and name == "original"
+            if is_streamed:
+                opened = partial(_streamed, folders["model"], options)
+            key = content_key(*(files[part] for part in FORMS[name].parts))
+            measured.append(Subject(name, key, opened, streamed=is_streamed))
+    return measured
+
+
+def _copy(form: Form) -> tuple[str, ...]:
+    """Return the folders of the copy in memory: with the adapter, off, of weights that have one."""
+    has_adapter = any(f.weights == form.weights and f.adapter == "adapter" for f in FORMS.values())
+    return (form.weights, "adapter") if form.adapter is None and has_adapter else form.parts
+
+
+def _files(part: str, folder: Path, sources: Sequence[RecordedFile]) -> Sequence[RecordedFile]:
+    if part == "model":
+        return sources
+    return files_of(folder) if part == "start" else listed_files(folder)
 
 
 @contextmanager
@@ -186,6 +172,10 @@ class Loading:
 
     options: dict[str, Any]
     shards: World | None
+
+    def model(self, folder: Path, adapter: Path | None = None) -> Model:
+        """Load the weights of a folder, with an adapter's on them."""
+        return self.plain(folder) if adapter is None else self.tuned(folder, adapter)
 
     def plain(self, folder: Path) -> PreTrainedModel:
         if self.shards is None:

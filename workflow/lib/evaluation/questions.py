@@ -40,7 +40,7 @@ from workflow.lib.evaluation.token_objective import TokenObjective
 from workflow.lib.scores.scoring import HeldoutSums
 from workflow.lib.scores.streamed_model import StreamedModel
 from workflow.lib.settings.config import EvaluateConfig
-from workflow.lib.settings.subjects import SUBJECT_LABELS, SUBJECTS, SubjectName
+from workflow.lib.settings.forms import FORMS, SUBJECTS, SubjectName
 from workflow.lib.system.artifact_files import fault_text
 from workflow.lib.system.checksums import RecordedFile
 from workflow.lib.system.errors import UserError, setting_error
@@ -243,7 +243,7 @@ def _check_finite(sums: list[list[Any]], *, subject: SubjectName) -> None:
     loss = sum(nll for nll, *_ in sums) / sum(tokens for _, tokens, *_ in sums)
     if not loss < math.log(1e300):  # also true of NaN
         raise UserError(
-            f"The held-out loss of {SUBJECT_LABELS[subject]} is {loss}: its weights are broken. "
+            f"The held-out loss of {FORMS[subject].label} is {loss}: its weights are broken. "
             "If only those with the adapter are, training diverged: lower train.learning_rate."
         )
 

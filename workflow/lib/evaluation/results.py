@@ -37,7 +37,7 @@ from workflow.lib.evaluation.task_scores import (
     loss_fields,
     task_differences,
 )
-from workflow.lib.settings.subjects import REFERENCES, SUBJECT_LABELS, SUBJECTS, SubjectName
+from workflow.lib.settings.forms import FORMS, REFERENCES, SUBJECTS, SubjectName
 from workflow.lib.system.redaction import public_name, redacted
 
 
@@ -137,9 +137,7 @@ def _rewards(
     if losses is None or preferences is None:
         return {}
     others: dict[str, Mapping[int, Loss] | None] = {
-        SUBJECT_LABELS[x]: _answer_losses(measured[x], questions)
-        for x in REFERENCES
-        if x in measured
+        FORMS[x].label: _answer_losses(measured[x], questions) for x in REFERENCES if x in measured
     }
     if preferences.reference is not None:
         others = {"reference": preferences.reference_losses(losses)}
@@ -165,7 +163,7 @@ def _student(
         objective.example_losses(questions.losses_of, x.losses, x.objective)
         for x in (measured[reference], measured[name])
     )
-    against = SUBJECT_LABELS[reference]
+    against = FORMS[reference].label
     return {"objective": objective_record(before, after, of="documents", against=against)}
 
 
@@ -314,7 +312,7 @@ def _four_bits_lines(results: Mapping[SubjectName, Evaluation]) -> list[str]:
 
 
 def _comparison_lines(before: Evaluation, after: Evaluation) -> list[str]:
-    old, new = (SUBJECT_LABELS[results.subject] for results in (before, after))
+    old, new = (FORMS[results.subject].label for results in (before, after))
     comparison = after.comparisons[before.subject]
     lines = []
     if before.heldout is not None and after.heldout is not None:
@@ -340,7 +338,7 @@ def _comparison_lines(before: Evaluation, after: Evaluation) -> list[str]:
 def _objective_lines(measured: Evaluation) -> list[str]:
     if (own := measured.objective) is None or (gain := own.loss_difference) is None:
         return []
-    subject = SUBJECT_LABELS[measured.subject]
+    subject = FORMS[measured.subject].label
     return [
         f"objective's loss of {subject} on {own.documents} held-out {own.of} {own.loss:.4f}: "
         f"{own.against} - {subject} {_signed(gain, own.loss_difference_ci95, own.p_value)}"
@@ -353,7 +351,7 @@ def _reward_lines(found: Evaluation) -> list[str]:
     ratio, ci95 = rewards.chosen_log_ratio, rewards.chosen_log_ratio_ci95
     moved = "" if ratio is None else f"; log p - log p_ref of a token {_signed(ratio, ci95, None)}"
     return [
-        f"rewards of {SUBJECT_LABELS[found.subject]} on {rewards.examples} held-out {rewards.of}: "
+        f"rewards of {FORMS[found.subject].label} on {rewards.examples} held-out {rewards.of}: "
         f"{rewards.accuracy:.1%} right ({_interval(rewards.accuracy_ci95)}), margin "
         f"{_signed(rewards.margin, rewards.margin_ci95, None)}{moved}"
     ]

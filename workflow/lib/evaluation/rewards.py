@@ -29,10 +29,8 @@ from workflow.lib.objectives.kto import RatedAnswers, reference_point
 from workflow.lib.objectives.objective import DocumentSums
 from workflow.lib.scores.store import ScoreStore
 from workflow.lib.settings.config import EvaluateConfig
-from workflow.lib.settings.subjects import SUBJECTS, SubjectName
+from workflow.lib.settings.forms import SUBJECTS, TRAINED, SubjectName
 
-# Subjects whose log-probabilities differ from the reference's because of the training.
-TRAINED: tuple[SubjectName, ...] = ("tuned", "tuned_on_original", "merged")
 Losses = Mapping[int, Loss]
 """(summed -log p, tokens) by document."""
 

@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import HfHubHTTPError
@@ -16,15 +15,10 @@ from workflow.lib.artifacts.records import Parity
 from workflow.lib.artifacts.training_record import Summary
 from workflow.lib.data.reading.hub_download import TransportError
 from workflow.lib.export.publication_checks import obstacles
+from workflow.lib.settings.forms import EXPORTS, HubForm
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.files import write_text
 
-Form = Literal["adapter", "merged", "gguf"]
-# The hub's relation to the base, the library that loads it, and its kind.
-FORMS: dict[Form, tuple[str, str, str]] = {
-    "merged": ("finetune", "transformers", "the merged model: base and adapter in one, bfloat16"),
-    "gguf": ("quantized", "gguf", "GGUF files, for llama.cpp and Ollama"),
-}
 CARD = "README.md"
 
 
@@ -32,7 +26,7 @@ CARD = "README.md"
 class Publication:
     folder: Path
     card: Path  # uploaded as `README.md`, in place of the folder's
-    form: Form
+    form: HubForm
     repo_id: str
     private: bool
 
@@ -77,12 +71,12 @@ def card_text(publication: Publication) -> str:
     text = publication.card.read_text(encoding="utf-8")
     if publication.form == "adapter":
         return text
-    card, (relation, library, words) = ModelCard(text), FORMS[publication.form]
-    card.data["library_name"] = library
+    card, hub = ModelCard(text), EXPORTS[publication.form].hub
+    card.data["library_name"] = hub.library
     if card.data.get("base_model") is not None:
-        card.data["base_model_relation"] = relation
+        card.data["base_model_relation"] = hub.relation
     title, _, rest = card.text.strip().partition("\n")
-    remark = f"This repository holds {words}. The rest of this card is of the run that made it."
+    remark = f"This repository holds {hub.model}. The rest of this card is of the run that made it."
     card.text = f"{title}\n\n{remark}\n{rest}\n"
     return str(card)
 

@@ -12,7 +12,7 @@ from workflow.lib.artifacts.evaluation_record import Evaluation
 from workflow.lib.artifacts.records import Interval
 from workflow.lib.evaluation.intervals import Estimate, signed_ratio
 from workflow.lib.report.run_results import Run
-from workflow.lib.settings.subjects import SubjectName
+from workflow.lib.settings.forms import SubjectName
 
 Value = str | int | float | bool | None
 # Columns with another name than the subject's: the measured base is in 4 bits.

@@ -12,7 +12,7 @@ from typing import Any
 
 from workflow.lib.artifacts.training_record import Step
 from workflow.lib.report.run_results import Run
-from workflow.lib.settings.subjects import SUBJECT_LABELS, SUBJECTS, SubjectName
+from workflow.lib.settings.forms import FORMS, SUBJECTS, SubjectName
 from workflow.lib.system.number_formats import binary_unit, size, thinned, visible
 
 NUM_COLORS = 8  # --series-1 to --series-8 in style.css
@@ -201,7 +201,7 @@ def heldout_figure(runs: list[Run]) -> Figure | None:
     what = " or ".join(sorted({r.measured.served.heldout.of for r in measured}))  # type: ignore[union-attr]
     return Figure(
         "heldout",
-        "Held-out loss: " + ", ".join(SUBJECT_LABELS[name] for name in shown),
+        "Held-out loss: " + ", ".join(FORMS[name].label for name in shown),
         f"Mean loss per trained token on the held-out {what}, nats; bars are 95% "
         "intervals. Lower is better.",
         "comparison-numbers" if len(runs) > 1 else "verdict",
@@ -227,26 +227,17 @@ def _row_height(runs: list[Run], *, least: int) -> int:
     return max(least, *(18 * (1 + plotly_text(run.name).count("<br>")) for run in runs))
 
 
-# Colour's variable and Plotly's symbol.
-MARKS: dict[SubjectName, tuple[str, str]] = {
-    "original": ("muted", "diamond-open"),
-    "base": ("muted", "circle-open"),
-    "tuned": ("series-1", "circle"),
-    "start": ("series-4", "star"),
-    "tuned_on_original": ("series-2", "square"),
-    "merged": ("series-3", "diamond"),
-}
-
-
 def _interval_points(runs: list[Run], subject: SubjectName) -> dict[str, Any]:
     measured = [run for run in runs if subject in run.measured.subjects]
     results = [run.measured.subjects[subject].heldout for run in measured]
     heldouts = [heldout for heldout in results if heldout is not None]
-    color, symbol = MARKS[subject]
+    form = FORMS[subject]
+    assert form.mark is not None, "a measured form has a mark"
+    color, symbol = form.mark
     return {
         "type": "scatter",
         "mode": "markers",
-        "name": SUBJECT_LABELS[subject],
+        "name": form.label,
         "meta": color,
         "x": [heldout.loss for heldout in heldouts],
         "y": [plotly_text(run.name) for run in measured],

@@ -44,8 +44,8 @@ from workflow.lib.report.figures import (
 from workflow.lib.report.run_results import Run
 from workflow.lib.report.verdict import Measured, gate, label
 from workflow.lib.settings.config import EvaluateConfig, ReportConfig
+from workflow.lib.settings.forms import FORMS, SUBJECTS
 from workflow.lib.settings.objectives import needs_of
-from workflow.lib.settings.subjects import SUBJECT_LABELS, SUBJECT_MEANINGS, SUBJECTS
 from workflow.lib.step_plan.memory_options import in_words
 from workflow.lib.system import number_formats
 from workflow.lib.system.files import provenance
@@ -186,8 +186,7 @@ def render_page(
         "best": best_run(runs),
         "behind": behind_best(runs),
         "pairs": pairs_of(runs),
-        "subject_labels": SUBJECT_LABELS,
-        "subject_meanings": SUBJECT_MEANINGS,
+        "forms": FORMS,
         "shown_subjects": [n for n in SUBJECTS if any(n in r.measured.subjects for r in runs)],
         "rendered": provenance(),
         "version": VERSION,

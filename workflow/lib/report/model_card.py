@@ -19,13 +19,12 @@ from workflow.lib.artifacts.records import GgufChecks, Parity, Quantization, Ser
 from workflow.lib.artifacts.training_record import Summary, TrainedSettings
 from workflow.lib.report.html_page import NUMBERS, templates
 from workflow.lib.report.verdict import Measured, label
+from workflow.lib.settings.forms import FORMS, TRAINED
 from workflow.lib.settings.objectives import needs_of
-from workflow.lib.settings.subjects import SUBJECT_LABELS, SUBJECT_MEANINGS, SubjectName
 from workflow.lib.system.number_formats import probability, visible
 from workflow.lib.system.redaction import public_name
 
 NF4_FOLDER = "path/to/nf4/base"  # placeholder for the folder of an unpublished base
-FORMS: tuple[SubjectName, ...] = ("tuned", "tuned_on_original", "merged")
 OUTCOMES = {
     "improved": "lower than",
     "worsened": "higher than",
@@ -75,7 +74,7 @@ def model_card(inputs: CardInputs) -> str:
         "in_4_bits": served == "tuned",
         # Transformers makes the 4-bit base of the original when it loads it.
         "is_made_anew": served == "tuned" and not is_other,
-        "not_evaluated": [SUBJECT_LABELS[n] for n in FORMS if n not in inputs.measured.subjects],
+        "not_evaluated": [FORMS[n].label for n in TRAINED if n not in inputs.measured.subjects],
         "dtype": inputs.parity.compute_dtype,
         "arguments": ", ".join(f"{name} = {value!r}" for name, value in arguments.items()),
         "objective": _objective(inputs.summary.settings),
@@ -146,8 +145,7 @@ def _environment() -> Environment:
     environment.filters |= {name: _markup(write) for name, write in made.items()}
     environment.filters |= {"label": label, "public_name": public_name}
     environment.globals |= {
-        "labels": SUBJECT_LABELS,
-        "meanings": SUBJECT_MEANINGS,
+        "forms": FORMS,
         "outcomes": OUTCOMES,
         "changes": CHANGES,
         "nf4_folder": NF4_FOLDER,

@@ -26,7 +26,7 @@ from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.records import Interval
 from workflow.lib.evaluation.intervals import FEWEST
 from workflow.lib.settings.evaluate import REWARDS, EvaluateConfig, is_loss
-from workflow.lib.settings.subjects import REFERENCES, SUBJECT_LABELS, SUBJECTS, SubjectName
+from workflow.lib.settings.forms import FORMS, REFERENCES, SUBJECTS, SubjectName
 from workflow.lib.system.checksums import damaged
 from workflow.lib.system.errors import UserError, setting_error
 
@@ -150,7 +150,7 @@ def _outcome(gain: Interval | None, units: int) -> Outcome:
 
 
 def label(evaluation: Evaluation) -> str:
-    return SUBJECT_LABELS[evaluation.subject]
+    return FORMS[evaluation.subject].label
 
 
 def read_measured(folder: Path, *, run: str) -> Measured:
@@ -344,4 +344,4 @@ def _spelled(verdict: GainVerdict) -> str:
     if verdict.judged_by == "interval" and verdict.gain_ci95 is not None:
         low, high = verdict.gain_ci95
         amount += f" (95% interval {low:+.4g} to {high:+.4g}, whose lower end counts)"
-    return amount + (f" over the {SUBJECT_LABELS[verdict.reference]}" if verdict.reference else "")
+    return amount + (f" over the {FORMS[verdict.reference].label}" if verdict.reference else "")

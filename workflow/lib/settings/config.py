@@ -28,6 +28,7 @@ from workflow.lib.settings.evaluate import (
     ExportConfig,
     ReportConfig,
 )
+from workflow.lib.settings.forms import EXPORTS, FORMS, SUBJECTS, TRAINED, Served, SubjectName
 from workflow.lib.settings.objectives import (
     DistillConfig,
     PreferencesConfig,
@@ -38,7 +39,6 @@ from workflow.lib.settings.objectives import (
 from workflow.lib.settings.overrides import overridden, without_effect
 from workflow.lib.settings.section_base import Name, Section
 from workflow.lib.settings.server_limits import first_limit
-from workflow.lib.settings.subjects import SUBJECTS, Served, SubjectName
 from workflow.lib.settings.tracking import TrackingConfig
 from workflow.lib.settings.train import (
     HardwareConfig,
@@ -134,19 +134,27 @@ class RunConfig(Sections):
     @property
     def served(self) -> Served:
         """The served model, which the verdict is about."""
-        if self.evaluate.served == "auto":
-            if self.export.merged:
-                return "merged"
-            return "tuned" if self.export.serve == "none" else "tuned_on_original"
-        return self.evaluate.served
+        if self.evaluate.served != "auto":
+            return self.evaluate.served
+        server = self.export.serve
+        fallback = "tuned" if server == "none" else "tuned_on_original"
+        exported = [
+            name
+            for name in self._measured_exports
+            if server == "none" or FORMS[name].served_by(server)
+        ]
+        return [fallback, *exported][-1]
+
+    @property
+    def _measured_exports(self) -> list[str]:
+        return [name for name in self.export.exported if name in SUBJECTS]
 
     @property
     def subjects(self) -> tuple[SubjectName, ...]:
         """The measured models, in display order."""
-        chosen: set[SubjectName] = set(self.evaluate.subjects)  # type: ignore[arg-type]
+        chosen: set[SubjectName] = set(self.evaluate.subjects)
         if self.evaluate.subjects == "auto":
-            chosen = {"original", "base", "tuned", self.served}
-            chosen |= {"merged"} if self.export.merged else set()
+            chosen = {"original", "base", "tuned", self.served, *self._measured_exports}
             chosen |= {"start"} if self.start is not None else set()
         if self.evaluate.heldout and reads_start(self.train.objective, self.preferences):
             chosen.add("base" if self.train.start_from is None else "start")  # rewards need it
@@ -154,22 +162,23 @@ class RunConfig(Sections):
 
     @model_validator(mode="after")
     def _served_model_is_measured(self) -> "RunConfig":
-        if "merged" in (self.served, *self.subjects) and not self.export.merged:
+        for name in {self.served, *self.subjects} & EXPORTS.keys() - {*self.export.exported}:
             raise ValueError(
-                "export.merged = false: evaluate.served or evaluate.subjects names the merged "
+                f"export.{name} = false: evaluate.served or evaluate.subjects names the {name} "
                 "model, and none is exported. Set it to true, or name another"
             )
-        if self.export.serve != "none" and (self.served == "tuned" or not self.evaluate.heldout):
-            wrong = "heldout = false" if self.served != "tuned" else "served = tuned"
+        server = self.export.serve
+        servable = server == "none" or FORMS[self.served].served_by(server)
+        if not servable or (server != "none" and not self.evaluate.heldout):
+            wrong = "heldout = false" if servable else f"served = {self.served}"
+            labels = [FORMS[name].label for name in TRAINED if FORMS[name].served_by(server)]
             raise ValueError(
-                f"export.serve = {self.export.serve} and evaluate.{wrong}: the server has the "
-                "merged model, or the adapter on the original, and its held-out loss is compared. "
+                f"export.serve = {server} and evaluate.{wrong}: it serves one of "
+                f"{', '.join(labels)}, and its held-out loss is compared. "
                 "Set evaluate.served to auto and evaluate.heldout to true"
             )
-        form = "merged" if self.served == "merged" else "adapter"
-        if self.export.serve == "llama_cpp" and not (
-            self.export.gguf and form in self.export.gguf_of
-        ):
+        form = FORMS[self.served].gguf
+        if server == "llama_cpp" and not (self.export.gguf and form in self.export.gguf_of):
             raise ValueError(
                 f"export.serve = llama_cpp: it serves a GGUF file of the form {form}, which is not "
                 f"exported (gguf = {list(self.export.gguf)}, gguf_of = {list(self.export.gguf_of)})"

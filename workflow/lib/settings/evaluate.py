@@ -6,8 +6,8 @@ from pydantic import Field, model_validator
 
 from workflow.lib.settings.effects import Affects
 from workflow.lib.settings.errors_in_words import HUB_REPO
+from workflow.lib.settings.forms import EXPORTS, REFERENCES, HubForm, Served, SubjectName
 from workflow.lib.settings.section_base import Section
-from workflow.lib.settings.subjects import REFERENCES, Served, SubjectName
 
 HELDOUT_LOSS = "heldout_loss"
 # Of held-out pairs or rated answers: the required number is the value, no gain over a model.
@@ -73,15 +73,19 @@ class ExportConfig(Section):
     base. It is not checked."""
     hub_repo: Annotated[str | None, PUBLISHED] = Field(None, pattern=HUB_REPO)
     """Hugging Face hub repository (owner/name) for `snakemake --cores 1 publish`."""
-    hub_form: Annotated[Literal["adapter", "merged", "gguf"], PUBLISHED] = "adapter"
+    hub_form: Annotated[HubForm, PUBLISHED] = "adapter"
     """The form to upload."""
     hub_public: Annotated[bool, PUBLISHED] = False
     """Make a new repository public."""
 
+    @property
+    def exported(self) -> tuple[str, ...]:
+        """The exported forms besides the adapter."""
+        return tuple(name for name in EXPORTS if getattr(self, name))
+
     @model_validator(mode="after")
     def _published_is_exported(self) -> "ExportConfig":
-        exported = {"adapter": True, "merged": self.merged, "gguf": bool(self.gguf)}
-        if not exported[self.hub_form]:
+        if self.hub_form not in ("adapter", *self.exported):
             raise ValueError(
                 f"hub_form = {self.hub_form}: it is not exported. Set {self.hub_form}, or publish "
                 "the adapter"
@@ -89,11 +93,16 @@ class ExportConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _gguf_has_what_it_needs(self) -> "ExportConfig":
-        if self.gguf and "merged" in self.gguf_of and not self.merged:
+    def _exports_have_their_source(self) -> "ExportConfig":
+        for name in self.exported:
+            source = EXPORTS[name].made_of
+            if source in (None, *self.exported) or (name == "gguf" and source not in self.gguf_of):
+                continue
+            value, change = getattr(self, name), f"Set {source} to true"
+            if name == "gguf":
+                value, change = ", ".join(self.gguf), f"{change}, or gguf_of to [adapter]"
             raise ValueError(
-                f"gguf = {', '.join(self.gguf)}: it is made of the merged model (merged = False). "
-                "Set merged to true, or gguf_of to [adapter]"
+                f"{name} = {value}: it is made of the {source} model ({source} = False). {change}"
             )
         return self
 

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from workflow.lib.settings.forms import FORMS
+
 Run = Any  # a `RunConfig`, whose module imports this one
 VLLM_MAX_RANK = 512  # the last of its `MaxLoRARanks`
 # Multimodal classes that vLLM 0.32 imports without torchvision (each was tried on 2026-11-28; 67
@@ -105,7 +107,10 @@ CURES = {
 
 def first_limit(run: Run, model: ServedModel | None = None) -> str | None:
     """Return the first limit that is in a run's way, in words."""
-    adapter = {"vllm": run.served != "merged", "gguf": "adapter" in run.export.gguf_of}
+    adapter = {
+        "vllm": FORMS[run.served].adapter is not None,
+        "gguf": "adapter" in run.export.gguf_of,
+    }
     used = {"vllm": run.export.serve == "vllm", "gguf": bool(run.export.gguf)}
     settings = {
         "vllm": "export.serve = vllm",
