@@ -15,7 +15,7 @@ from tests.support.models import VOCAB, quantized, tiny_llama, write_shards
 from tests.support.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from workflow.lib.artifacts.manifest_record import ConversationFacts
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
-from workflow.lib.data.encoding.probes import PROBE
+from workflow.lib.data.encoding.probe_conversations import PROBE
 from workflow.lib.data.encoding.sample_encoder import SampleEncoder
 from workflow.lib.data.encoding.tokenizer import load_tokenizer
 from workflow.lib.data.tokens.manifest import chat_facts

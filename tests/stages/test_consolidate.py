@@ -15,7 +15,7 @@ from tests.support.forked_stage import forked_stage, refusal_of
 from tests.support.models import write_shards
 from tests.system.test_checksums import flip, flip_tensor, recorded_as_download
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
-from workflow.lib.data.encoding.probes import PROBE
+from workflow.lib.data.encoding.probe_conversations import PROBE
 from workflow.lib.export.adapter_files import read_sharded_adapter
 from workflow.lib.export.packed_stacks import dequantized_weight
 from workflow.lib.export.stock_models import load_base

@@ -15,7 +15,7 @@ import pytest
 from tests.support.tokenizing import SEQ_LEN, rows, save_rows
 from workflow.lib.data.encoding.keys_read import KeyAudit
 from workflow.lib.data.encoding.sample_encoder import Encoded
-from workflow.lib.data.reading.chunks import Row
+from workflow.lib.data.reading.row_chunks import Row
 from workflow.lib.data.tokens.corpus import FEW_CHUNKS
 from workflow.lib.data.tokens.encoded_shards import encode_rows, is_finished
 from workflow.lib.data.tokens.overlong import Begun

@@ -7,9 +7,14 @@ from pathlib import Path
 import torch
 
 from workflow.lib.distributed.world import World
+from workflow.lib.kernels.attention.attention_choice import (
+    FAMILY,
+)
 from workflow.lib.settings.config import RunConfig
 from workflow.lib.step_plan.plan import StepPlan
-from workflow.lib.system.compute_choice import COMPUTE_DTYPE, FAMILY
+from workflow.lib.system.dtype_choice import (
+    COMPUTE_DTYPE,
+)
 from workflow.lib.training.build import TrainingModel, build_training_model
 
 

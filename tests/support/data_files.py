@@ -7,8 +7,8 @@ from typing import Any
 
 import pyarrow
 
-from workflow.lib.data.reading.chunks import BrokenRow, Row
 from workflow.lib.data.reading.data_file import read_rows
+from workflow.lib.data.reading.row_chunks import BrokenRow, Row
 from workflow.lib.settings.data import FileType
 
 

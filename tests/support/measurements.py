@@ -14,6 +14,9 @@ from typing import Any
 
 from tests.support.pages import DOCS, with_part
 from workflow.benchmark.cases import BenchmarkConfig, model_config
+from workflow.lib.kernels.attention.attention_choice import (
+    FLEX,
+)
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.model.describe_model import describe_config
 from workflow.lib.planning.memory.replay import Replay, replay
@@ -21,7 +24,6 @@ from workflow.lib.planning.model_sizes import offload_window
 from workflow.lib.recording.recording_process import RecordingProcess, recording_process
 from workflow.lib.step_plan.base_plan import SUPERVISED
 from workflow.lib.step_plan.plan import StepPlan
-from workflow.lib.system.compute_choice import FLEX
 
 FOLDER = Path(__file__).parents[1] / "gpu" / "measurements"
 PAGE = DOCS / "memory-model.md"

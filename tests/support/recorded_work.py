@@ -24,6 +24,9 @@ from tests.support.measurements import (
 )
 from tests.support.preflight_examples import setup
 from workflow.benchmark.cases import model_config
+from workflow.lib.kernels.attention.attention_choice import (
+    FLEX,
+)
 from workflow.lib.model.architecture.shipped_shapes import known_config, known_shape
 from workflow.lib.planning.model_sizes import offload_window
 from workflow.lib.planning.timing.gpu_traffic import fabric_of
@@ -33,7 +36,6 @@ from workflow.lib.planning.work import Work
 from workflow.lib.recording import engine_run
 from workflow.lib.recording.recording_process import as_recorded
 from workflow.lib.step_plan.plan import StepPlan
-from workflow.lib.system.compute_choice import FLEX
 from workflow.lib.system.files import json_sha256
 from workflow.lib.system.gpu_models import BY_NAME, GpuModel, parse_gpus
 

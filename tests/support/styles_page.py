@@ -15,8 +15,8 @@ from workflow.lib.data.encoding.preference_rows import Judged, to_judged
 from workflow.lib.data.encoding.row_columns import choose_format
 from workflow.lib.data.encoding.row_formats import to_sample
 from workflow.lib.data.encoding.row_values import RowError
-from workflow.lib.data.reading.chunks import Row
 from workflow.lib.data.reading.data_file import column_names, read_rows
+from workflow.lib.data.reading.row_chunks import Row
 from workflow.lib.data.reading.sources import SourceFile
 from workflow.lib.settings.data import DataColumns
 from workflow.lib.settings.objectives import Examples

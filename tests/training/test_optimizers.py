@@ -13,7 +13,7 @@ from tests.support.gathering import full
 from tests.support.models import quantized, random_llama, tiny_llama
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
-from workflow.lib.settings.optimizers import OPTIMIZERS
+from workflow.lib.settings.optimizer_kinds import OPTIMIZERS
 from workflow.lib.training.checkpoint import CheckpointWriter
 from workflow.lib.training.optimizers import KINDS, ShardwiseOptimizer
 

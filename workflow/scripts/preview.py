@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from workflow.lib.data.reading.chunks import printable
+from workflow.lib.data.reading.row_chunks import printable
 from workflow.lib.data.tokens.manifest_log import log_facts
 from workflow.lib.system.files import read_checked_json
 from workflow.scripts.command import run, stage_parser

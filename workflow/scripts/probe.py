@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from workflow.benchmark.probe import probed
+from workflow.benchmark.probed_rates import probed
 from workflow.lib.artifacts.records import Provenance
 from workflow.lib.planning.probes import FOLDER, REPEATABLE, Probe, cpu_name, driver_version
 from workflow.lib.system.errors import setting_error

@@ -21,9 +21,9 @@ from workflow.lib.data.encoding.tokenizer import (
     read_chat_template,
     read_tool_template,
 )
-from workflow.lib.data.reading.chunks import printable
 from workflow.lib.data.reading.data_file import column_names
 from workflow.lib.data.reading.hub_download import licence_of
+from workflow.lib.data.reading.row_chunks import printable
 from workflow.lib.data.reading.sources import Source, resolve_splits
 from workflow.lib.data.tokens import manifest
 from workflow.lib.data.tokens.corpus import (
@@ -34,7 +34,7 @@ from workflow.lib.data.tokens.corpus import (
     list_rows,
     open_corpora,
 )
-from workflow.lib.data.tokens.documents import collect_documents
+from workflow.lib.data.tokens.corpus_documents import collect_documents
 from workflow.lib.data.tokens.encoded_shards import SHARD_VERSION
 from workflow.lib.data.tokens.heldout_drops import (
     check_heldout_left,

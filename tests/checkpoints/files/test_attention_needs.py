@@ -25,9 +25,11 @@ from workflow.lib.checkpoints.files.attention_needs import (
     WITHOUT_SDPA,
     attention_needs,
 )
+from workflow.lib.kernels.attention.attention_choice import (
+    AttentionNeeds,
+)
 from workflow.lib.model.backends import read_attention_needs
 from workflow.lib.model.nf4_model import build_on_meta
-from workflow.lib.system.compute_choice import AttentionNeeds
 
 NEEDS = [
     (LlamaConfig(hidden_size=96, num_attention_heads=2), AttentionNeeds(head_dim=48, value_dim=48)),

@@ -24,8 +24,8 @@ from workflow.lib.data.encoding.row_columns import FORMATS
 from workflow.lib.data.encoding.row_formats import to_sample
 from workflow.lib.data.encoding.row_values import RowError
 from workflow.lib.data.encoding.sample_encoder import SampleEncoder
-from workflow.lib.data.reading.chunks import BrokenRow, Row
 from workflow.lib.data.reading.data_file import read_rows
+from workflow.lib.data.reading.row_chunks import BrokenRow, Row
 from workflow.lib.settings.config import DataColumns
 from workflow.lib.system.errors import UserError
 

@@ -15,7 +15,7 @@ from tests.support.encoding import (
 from tests.support.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from workflow.lib.data.encoding.chat_messages import Conversation
 from workflow.lib.data.encoding.chat_template import with_arguments
-from workflow.lib.data.encoding.probes import PROBES
+from workflow.lib.data.encoding.probe_conversations import PROBES
 from workflow.lib.data.encoding.row_formats import Weighted
 from workflow.lib.data.encoding.row_values import RowError
 from workflow.lib.data.encoding.sample_encoder import SampleEncoder

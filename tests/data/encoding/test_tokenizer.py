@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.encoding import PLAIN_TEMPLATE, TOOL_TEMPLATE, conversation, trained
 from tests.support.tiny import tiny_tokenizer
-from workflow.lib.data.encoding.probes import PROBES
+from workflow.lib.data.encoding.probe_conversations import PROBES
 from workflow.lib.data.encoding.sample_encoder import SampleEncoder
 from workflow.lib.data.encoding.tokenizer import (
     load_tokenizer,

@@ -15,9 +15,9 @@ import pytest
 from datasets import ClassLabel, Dataset, Features, Json, LargeList, List, Value
 
 from tests.support.data_files import compressed, read, write
-from workflow.lib.data.reading.chunks import BrokenRow, Row
 from workflow.lib.data.reading.compression import COMPRESSIONS, file_type_of
 from workflow.lib.data.reading.data_file import column_names, read_chunks, read_rows
+from workflow.lib.data.reading.row_chunks import BrokenRow, Row
 from workflow.lib.data.reading.sources import SourceFile, resolve_splits
 from workflow.lib.settings.data import DataConfig
 from workflow.lib.system.errors import UserError

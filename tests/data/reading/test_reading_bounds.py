@@ -8,10 +8,10 @@ import pyarrow.parquet
 import pytest
 
 from tests.support.data_files import compressed, read, write
-from workflow.lib.data.reading import chunks as chunks_module
 from workflow.lib.data.reading import compression, data_file, text_readers
-from workflow.lib.data.reading.chunks import BrokenRow, Row
+from workflow.lib.data.reading import row_chunks as chunks_module
 from workflow.lib.data.reading.data_file import read_chunks
+from workflow.lib.data.reading.row_chunks import BrokenRow, Row
 from workflow.lib.system.errors import UserError
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.support.data_files import read, write
-from workflow.lib.data.reading.chunks import BrokenRow, Row
+from workflow.lib.data.reading.row_chunks import BrokenRow, Row
 from workflow.lib.system.errors import UserError
 
 TEXT = b"\xef\xbb\xbfOne\r\ntwo\n\n \nthree \xe4\xba\x94\n"

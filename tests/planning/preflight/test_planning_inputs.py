@@ -15,6 +15,9 @@ from tests.support.other_decoders import MIXTURES, config_of
 from tests.support.preflight_examples import machine, setup
 from tests.support.refusals import refusal
 from workflow.lib.checkpoints.files.attention_needs import attention_needs as config_needs
+from workflow.lib.kernels.attention.attention_choice import (
+    AttentionNeeds,
+)
 from workflow.lib.model.architecture.shipped_shapes import known_config, known_models, known_shape
 from workflow.lib.model.describe_model import describe_config
 from workflow.lib.planning.memory.peaks import Peaks
@@ -31,7 +34,6 @@ from workflow.lib.planning.preflight.planning_inputs import (
     training_attention,
 )
 from workflow.lib.settings.config import HardwareConfig
-from workflow.lib.system.compute_choice import AttentionNeeds
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.units import GIB
 

@@ -5,8 +5,8 @@ from typing import Any, Literal
 from pydantic import Field
 
 from workflow.lib.artifacts.records import Provenance, Record
+from workflow.lib.kernels.attention.document_lengths import LengthGroup
 from workflow.lib.settings.objectives import Examples
-from workflow.lib.system.document_lengths import LengthGroup
 
 
 class Source(Record):

@@ -11,7 +11,7 @@ from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_
 
 from workflow.lib.checkpoints.files.attention_needs import attention_needs
 from workflow.lib.kernels.attention import wide as wide_attention
-from workflow.lib.system.compute_choice import (
+from workflow.lib.kernels.attention.attention_choice import (
     BY_SETTING,
     FLASH,
     FLEX,
@@ -19,9 +19,11 @@ from workflow.lib.system.compute_choice import (
     WIDEST_HEAD,
     AttentionChoice,
     AttentionNeeds,
-    MatmulHardware,
     attention_obstacle,
     automatic_attention,
+)
+from workflow.lib.system.dtype_choice import (
+    MatmulHardware,
     choose_dtype,
     choose_matmul_dtype,
 )
@@ -95,7 +97,7 @@ def choose_device() -> torch.device:
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of `model.compute_dtype`; raises as `compute_choice.choose_dtype` does."""
+    """Return the dtype of `model.compute_dtype`; raises as `dtype_choice.choose_dtype` does."""
     choice = choose_dtype(name, cuda=device.type == "cuda", bfloat16=has_bfloat16(device))
     dtype: torch.dtype = getattr(torch, choice)
     return dtype

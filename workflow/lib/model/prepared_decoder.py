@@ -16,6 +16,11 @@ from transformers import PreTrainedModel
 
 from workflow.lib.checkpoints.decoder_layers import decoder_layers
 from workflow.lib.checkpoints.files.attention_needs import attention_needs
+from workflow.lib.kernels.attention.attention_choice import (
+    FLEX,
+    VARLEN,
+    WIDEST_HEAD,
+)
 from workflow.lib.kernels.attention.flex import flex_arguments
 from workflow.lib.kernels.attention.flex_masks import MaskKind
 from workflow.lib.kernels.attention.packed import FLATTENED, document_bounds, flash_arguments
@@ -23,7 +28,6 @@ from workflow.lib.kernels.attention.shared_prompts import SharedPrompts, prompt_
 from workflow.lib.model.documents import Documents, documents_of
 from workflow.lib.model.layers.adapter_dropout import AdapterState
 from workflow.lib.model.layers.rotary_by_document import RotaryByDocument, rotate_by_document_
-from workflow.lib.system.compute_choice import FLEX, VARLEN, WIDEST_HEAD
 from workflow.lib.system.errors import UserError
 
 SHARING = (VARLEN, "sdpa", "eager")  # attention with which documents can share a prompt

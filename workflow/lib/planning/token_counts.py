@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from workflow.lib.system.document_lengths import LengthGroup
+from workflow.lib.kernels.attention.document_lengths import LengthGroup
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,14 @@ from torch import nn
 
 from workflow.lib.checkpoints.decoder_layers import decoder_layers, drop_other_parts_
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
+from workflow.lib.kernels.attention.attention_choice import (
+    FLEX,
+)
 from workflow.lib.model.backends import read_attention_needs, resolve_training_attention
 from workflow.lib.model.layers.adapter_dropout import AdapterState
 from workflow.lib.model.nf4_model import allocate_, build_on_meta, compute_buffers_, stored_buffers
 from workflow.lib.model.prepared_decoder import PreparedDecoder, documents_in
 from workflow.lib.quantization.layer_inputs import Counted, counted_tokens
-from workflow.lib.system.compute_choice import FLEX
 from workflow.lib.system.errors import UserError
 
 Given = tuple[tuple[Any, ...], dict[str, Any]]

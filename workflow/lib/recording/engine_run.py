@@ -26,6 +26,7 @@ from transformers.masking_utils import sdpa_mask
 from workflow.lib.checkpoints.decoder_layers import decoder_layers, drop_other_parts_
 from workflow.lib.distributed.fsdp import forward_only
 from workflow.lib.distributed.world import World, process_mesh
+from workflow.lib.kernels.attention.document_lengths import equal_lengths
 from workflow.lib.kernels.attention.flex_masks import RECORDED_LENGTHS
 from workflow.lib.kernels.attention.shared_prompts import SharedPrompts
 from workflow.lib.model.architecture.layer_choice import LayerChoice
@@ -55,7 +56,6 @@ from workflow.lib.settings.config import LoraSettings, TrainConfig
 from workflow.lib.settings.objectives import NEEDS, DistillConfig, PreferencesConfig
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.device_types import RECORDED
-from workflow.lib.system.document_lengths import equal_lengths
 from workflow.lib.training.build import TrainingModel, adapt_, dtype_of, lay_out_
 from workflow.lib.training.gradients import LossSum, clip_gradients, is_healthy, step_estimate
 from workflow.lib.training.loop import make_optimizer

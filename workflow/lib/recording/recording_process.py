@@ -10,6 +10,9 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from workflow.lib.kernels.attention.attention_choice import (
+    VARLEN,
+)
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.planning.memory.allocation_tape import Tape
 from workflow.lib.planning.memory.peaks import Peaks
@@ -18,7 +21,6 @@ from workflow.lib.planning.model_sizes import offload_window
 from workflow.lib.planning.preflight.replay_check import NotRecordedError
 from workflow.lib.recording.kept_tapes import keep_peaks, kept_or_made, known_peaks, recording_key
 from workflow.lib.step_plan.plan import StepPlan
-from workflow.lib.system.compute_choice import VARLEN
 from workflow.lib.system.environment import importing
 from workflow.lib.system.undocumented_interfaces import check_recordings
 from workflow.lib.system.units import GIB

@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from workflow.lib.settings.effects import Affects
 from workflow.lib.settings.objectives import ObjectiveName
-from workflow.lib.settings.optimizers import OptimizerName
+from workflow.lib.settings.optimizer_kinds import OptimizerName
 from workflow.lib.settings.section_base import Name, Section, Share, label
 
 Rank = Annotated[int, Field(ge=1, le=1024)]

@@ -21,7 +21,7 @@ from transformers import get_scheduler
 from workflow.lib.distributed.sharded_files import DamagedError, Piece, piece_of
 from workflow.lib.model.nf4_model import cut_of, local, local_range
 from workflow.lib.settings.config import TrainConfig
-from workflow.lib.settings.optimizers import BLOCK_SIZE, MOMENTS, OPTIMIZERS
+from workflow.lib.settings.optimizer_kinds import BLOCK_SIZE, MOMENTS, OPTIMIZERS
 
 
 class ShardwiseOptimizer(torch.optim.Optimizer):

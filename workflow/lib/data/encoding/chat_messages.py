@@ -47,7 +47,7 @@ from workflow.lib.data.encoding.row_values import (
     without_nulls,
 )
 from workflow.lib.data.encoding.tool_calls import Tool, read_calls
-from workflow.lib.data.reading.chunks import Values
+from workflow.lib.data.reading.row_chunks import Values
 
 CALL_ROLES = {"function_call", "tool_call"}  # of messages whose content is a call
 BEGIN_OF_REASONING, END_OF_REASONING = "<think>", "</think>"

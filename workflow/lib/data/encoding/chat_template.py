@@ -20,7 +20,7 @@ from workflow.lib.data.encoding.chat_messages import Conversation
 from workflow.lib.data.encoding.message_forms import Message
 from workflow.lib.data.encoding.row_values import RowError
 from workflow.lib.data.encoding.tool_calls import Tool, ToolCall, with_short_ids
-from workflow.lib.data.reading.chunks import MAX_ROW_BYTES
+from workflow.lib.data.reading.row_chunks import MAX_ROW_BYTES
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.limits import BoundedWork
 

@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from workflow.lib.data.encoding.row_values import EMPTY, RowError, UnwantedRowError
-from workflow.lib.data.reading.chunks import PREVIEW_CHARS, Values, printable
+from workflow.lib.data.reading.row_chunks import PREVIEW_CHARS, Values, printable
 from workflow.lib.system.errors import setting_error
 
 # 1 and true: trained.

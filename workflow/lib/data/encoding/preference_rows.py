@@ -37,7 +37,7 @@ from workflow.lib.data.encoding.row_values import (
     kind,
 )
 from workflow.lib.data.encoding.sample_encoder import Encoded, SampleEncoder
-from workflow.lib.data.reading.chunks import Values
+from workflow.lib.data.reading.row_chunks import Values
 from workflow.lib.settings.data import DataColumns, Format
 
 # A prompt with its tools, as in OpenAI's preference format.

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from workflow.lib.data.encoding.keys_read import LABELS
-from workflow.lib.data.reading.chunks import printable
+from workflow.lib.data.reading.row_chunks import printable
 from workflow.lib.settings.data import DataColumns, Format
 from workflow.lib.settings.objectives import Examples
 from workflow.lib.system.errors import UserError, setting_error

@@ -56,7 +56,7 @@ from workflow.lib.data.encoding.row_values import (
 )
 from workflow.lib.data.encoding.token_rows import TokenRow, read_tokens
 from workflow.lib.data.encoding.tool_calls import SCHEMAS, read_calls, read_tools
-from workflow.lib.data.reading.chunks import Values
+from workflow.lib.data.reading.row_chunks import Values
 from workflow.lib.settings.data import DataColumns, Format
 
 # The row's arguments of the chat template: an object of them, and columns with their names.

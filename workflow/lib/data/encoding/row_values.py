@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from workflow.lib.data.reading.chunks import is_too_deep, parse_json, printable
+from workflow.lib.data.reading.row_chunks import is_too_deep, parse_json, printable
 
 EMPTY: tuple[object, ...] = (None, "", [], {})
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from workflow.lib.data.encoding.chat_messages import Conversation
 from workflow.lib.data.encoding.chat_template import ChatTemplate, Spans
-from workflow.lib.data.encoding.probes import OFFERING_PROBE, PROBE, PROBE_TEXT, PROBES
+from workflow.lib.data.encoding.probe_conversations import OFFERING_PROBE, PROBE, PROBE_TEXT, PROBES
 from workflow.lib.data.encoding.rendered_texts import Turn, TurnText
 from workflow.lib.data.encoding.row_formats import Sample, Weighted
 from workflow.lib.data.encoding.row_values import RowError

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from workflow.lib.data.encoding.row_values import RowError, kind
-from workflow.lib.data.reading.chunks import Values
+from workflow.lib.data.reading.row_chunks import Values
 from workflow.lib.settings.data import DataColumns
 
 IGNORED_LABEL = -100  # of a token that is not trained, as in Transformers

@@ -16,7 +16,7 @@ from workflow.lib.data.encoding.row_values import (
     objects_in,
     without_nulls,
 )
-from workflow.lib.data.reading.chunks import PREVIEW_CHARS
+from workflow.lib.data.reading.row_chunks import PREVIEW_CHARS
 
 ARGUMENTS = ("arguments", "parameters", "args", "input", "kwargs", "params")  # of a call
 SCHEMAS = ("parameters", "input_schema", "inputSchema")  # of a tool on offer

@@ -16,7 +16,7 @@ from workflow.lib.data.encoding.chat_messages import (
 from workflow.lib.data.encoding.chat_template import ChatTemplate
 from workflow.lib.data.encoding.keys_read import REASONING_KEYS
 from workflow.lib.data.encoding.message_forms import Message
-from workflow.lib.data.encoding.probes import PROBE
+from workflow.lib.data.encoding.probe_conversations import PROBE
 from workflow.lib.data.encoding.row_values import RowError
 from workflow.lib.data.encoding.safe_encoder import SafeEncoder
 from workflow.lib.data.encoding.template_texts import (

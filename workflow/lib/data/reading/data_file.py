@@ -17,7 +17,14 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from workflow.lib.data.reading.chunks import (
+from workflow.lib.data.reading.compression import (
+    UnreadableError,
+    compression_of,
+    file_type_of,
+    open_seekable,
+    read_head,
+)
+from workflow.lib.data.reading.row_chunks import (
     MAX_ROW_BYTES,
     NOT_UTF8,
     BrokenRow,
@@ -26,13 +33,6 @@ from workflow.lib.data.reading.chunks import (
     as_row,
     parse_json,
     too_large,
-)
-from workflow.lib.data.reading.compression import (
-    UnreadableError,
-    compression_of,
-    file_type_of,
-    open_seekable,
-    read_head,
 )
 from workflow.lib.data.reading.sources import SourceFile
 from workflow.lib.data.reading.text_readers import (

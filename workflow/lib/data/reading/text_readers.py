@@ -12,7 +12,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-from workflow.lib.data.reading.chunks import (
+from workflow.lib.data.reading.compression import UnreadableError, open_bytes, read_head
+from workflow.lib.data.reading.row_chunks import (
     MAX_ROW_BYTES,
     NOT_UTF8,
     UNDECODED,
@@ -30,7 +31,6 @@ from workflow.lib.data.reading.chunks import (
     text_row,
     too_large,
 )
-from workflow.lib.data.reading.compression import UnreadableError, open_bytes, read_head
 
 BOM = b"\xef\xbb\xbf"
 CHUNK_BYTES = 4 * 2**20  # a chunk ends here, even with few rows

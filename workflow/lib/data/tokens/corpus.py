@@ -21,8 +21,8 @@ from workflow.lib.data.encoding.keys_read import KeyAudit
 from workflow.lib.data.encoding.preference_rows import begin_judged, to_judged
 from workflow.lib.data.encoding.row_formats import plain, to_sample
 from workflow.lib.data.encoding.sample_encoder import SampleEncoder
-from workflow.lib.data.reading.chunks import NOT_UTF8, Chunk, Row
 from workflow.lib.data.reading.data_file import read_chunks
+from workflow.lib.data.reading.row_chunks import NOT_UTF8, Chunk, Row
 from workflow.lib.data.reading.sources import Source
 from workflow.lib.data.tokens.encoded_shards import (
     FIRST_REASONS,

@@ -22,7 +22,7 @@ from workflow.lib.data.encoding.keys_read import KeyAudit
 from workflow.lib.data.encoding.preference_rows import prompt_of
 from workflow.lib.data.encoding.row_values import RowError, UnwantedRowError, kind
 from workflow.lib.data.encoding.sample_encoder import Encoded, Note
-from workflow.lib.data.reading.chunks import BrokenRow, Row, Values
+from workflow.lib.data.reading.row_chunks import BrokenRow, Row, Values
 from workflow.lib.data.tokens.overlong import CUT, Begun, TooLongError, tokens_needed
 from workflow.lib.data.tokens.work_folder import Line
 from workflow.lib.settings.data import Overlong

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from workflow.lib.data.reading.chunks import PREVIEW_CHARS, preview, printable
+from workflow.lib.data.reading.row_chunks import PREVIEW_CHARS, preview, printable
 from workflow.lib.data.tokens.repetition.containment import Match, shared_tokens
 from workflow.lib.data.tokens.repetition.exchanges import Pieces
 from workflow.lib.data.tokens.splits import Split, overlap, shared_groups

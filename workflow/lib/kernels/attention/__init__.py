@@ -1,2 +1,3 @@
 """Attention over packed documents: `packed` (FlashAttention, cuDNN), `wide` (wider heads), `flex`
-(caps, sinks and chunks of scores), and `reference`, a family's own, for comparison."""
+(caps, sinks and chunks of scores), and `reference`, a family's own, for comparison.
+`attention_choice` decides which of them a model takes; `document_lengths` has their work."""

@@ -28,9 +28,11 @@ from workflow.lib.kernels.attention.arguments import (
     mask_kind,
     refuse_without_documents,
 )
+from workflow.lib.kernels.attention.attention_choice import (
+    FLEX,
+)
 from workflow.lib.kernels.attention.flex_masks import PackedMasks
 from workflow.lib.kernels.launch import launch
-from workflow.lib.system.compute_choice import FLEX
 from workflow.lib.system.device_types import RECORDED
 
 Attend = Callable[..., torch.Tensor]

@@ -11,8 +11,14 @@ from typing import NamedTuple
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from workflow.lib.system.compute_choice import FLEX_BLOCK
-from workflow.lib.system.document_lengths import LengthGroup, computed_keys, equal_lengths
+from workflow.lib.kernels.attention.attention_choice import (
+    FLEX_BLOCK,
+)
+from workflow.lib.kernels.attention.document_lengths import (
+    LengthGroup,
+    computed_keys,
+    equal_lengths,
+)
 
 
 class MaskKind(NamedTuple):

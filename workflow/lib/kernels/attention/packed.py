@@ -19,9 +19,14 @@ from workflow.lib.kernels.attention.arguments import (
     mask_kind,
     refuse_without_documents,
 )
+from workflow.lib.kernels.attention.attention_choice import (
+    FLASH,
+    FLEX,
+    VARLEN,
+    WIDEST_HEAD,
+)
 from workflow.lib.kernels.attention.shared_prompts import SharedPrompts, document_starts
 from workflow.lib.kernels.attention.wide import wide_attention
-from workflow.lib.system.compute_choice import FLASH, FLEX, VARLEN, WIDEST_HEAD
 
 FLATTENED = frozenset({VARLEN, FLASH, "flash_attention_3"})
 

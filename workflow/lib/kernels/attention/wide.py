@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 import torch
 
 from workflow.lib.kernels.attention.arguments import attention_flop
+from workflow.lib.kernels.attention.attention_choice import (
+    WIDEST_KERNEL_HEAD,
+)
 from workflow.lib.kernels.attention.flex_masks import seen_keys
 from workflow.lib.kernels.launch import launch, power_of_two
 from workflow.lib.kernels.op import Case, Op, drawn
-from workflow.lib.system.compute_choice import WIDEST_KERNEL_HEAD
 
 CASE_BOUNDS = (0, 70, 200)  # of documents
 LOG2_E = math.log2(math.e)  # the kernels take powers of two

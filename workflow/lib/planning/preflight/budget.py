@@ -9,7 +9,7 @@ from workflow.lib.planning.memory.peaks import Peaks
 from workflow.lib.planning.memory.replay import page_locked
 from workflow.lib.planning.model_sizes import packed_bytes, trainable_parameters
 from workflow.lib.settings.config import HardwareConfig
-from workflow.lib.settings.optimizers import OPTIMIZERS
+from workflow.lib.settings.optimizer_kinds import OPTIMIZERS
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.errors import setting_error
 from workflow.lib.system.units import GIB

@@ -11,6 +11,7 @@ from typing import Any
 
 from workflow.lib.artifacts.layout import SERVING
 from workflow.lib.checkpoints.files.config_file import read_config, text_part
+from workflow.lib.kernels.attention.document_lengths import LengthGroup
 from workflow.lib.model.architecture.model_shape import ModelShape, read_shape
 from workflow.lib.planning.machine import (
     Machine,
@@ -35,7 +36,6 @@ from workflow.lib.settings.schedule import total_steps
 from workflow.lib.settings.server_limits import ServedModel, first_limit
 from workflow.lib.system import hardware
 from workflow.lib.system.artifact_files import read_artifact
-from workflow.lib.system.document_lengths import LengthGroup
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.files import file_sha256
 from workflow.lib.system.gpu_models import parse_gpu

@@ -31,7 +31,7 @@ from workflow.lib.planning.preflight.replay_check import NotRecordedError, Recor
 from workflow.lib.planning.timing.machine_speed import Speed, speed_of
 from workflow.lib.planning.token_counts import TokenCounts
 from workflow.lib.settings.config import HardwareConfig, RunConfig
-from workflow.lib.settings.optimizers import OPTIMIZERS, SMALLEST
+from workflow.lib.settings.optimizer_kinds import OPTIMIZERS, SMALLEST
 from workflow.lib.step_plan.memory_options import (
     TABLE,
     Circumstances,

@@ -7,6 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from workflow.lib.checkpoints.files.attention_needs import of_family
+from workflow.lib.kernels.attention.attention_choice import (
+    BY_SETTING,
+    AttentionChoice,
+    AttentionNeeds,
+    attention_obstacle,
+    automatic_attention,
+)
 from workflow.lib.model.architecture.adapter_targets import (
     WholeModules,
     adapter_ranks,
@@ -19,13 +26,8 @@ from workflow.lib.settings.config import ModelConfig, RunConfig
 from workflow.lib.settings.objectives import NEEDS, reads_start
 from workflow.lib.step_plan.memory_options import TABLE, Circumstances, MemoryOption, Value
 from workflow.lib.step_plan.plan import StepPlan
-from workflow.lib.system.compute_choice import (
-    BY_SETTING,
-    AttentionChoice,
-    AttentionNeeds,
+from workflow.lib.system.dtype_choice import (
     MatmulHardware,
-    attention_obstacle,
-    automatic_attention,
     choose_dtype,
     choose_matmul_dtype,
 )

@@ -17,7 +17,7 @@ from workflow.lib.planning import work as kinds
 from workflow.lib.planning.timing.gpu_traffic import Fabric, ring_seconds
 from workflow.lib.planning.timing.rates import UNSURE, CpuRates, Rates
 from workflow.lib.planning.work import BESIDE, NOTHING, UPDATE, Amount, Work
-from workflow.lib.settings.optimizers import OPTIMIZERS
+from workflow.lib.settings.optimizer_kinds import OPTIMIZERS
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.gpu_models import PCIE_4, PCIE_5, GpuModel
 
