@@ -21,6 +21,7 @@ STEPS = 6
 STASHED = {"offload_activations": True, "offload_window_bytes": 2**15}
 STAYING = {"offload_activations": True, "offload_window_bytes": 2**21}
 TOO_SMALL = {"offload_activations": True, "offload_window_bytes": 2**30}
+LORA = ("dropout", "use_dora", "modules_to_save")
 KINDS = {
     "plain": {},
     "recomputed, dropout": {"dropout": 0.1},
@@ -32,6 +33,11 @@ KINDS = {
     "inputs of recomputed layers on the host": STASHED | {"dropout": 0.1},
     "all is on the device still when forward ends": STAYING,
     "nothing is large enough to leave": TOO_SMALL,
+    "DoRA": {"use_dora": True},
+    "head and embedding trained": {"modules_to_save": ["lm_head", "embed_tokens"]},
+    "DoRA, recomputed, dropout": {"use_dora": True, "dropout": 0.1},
+    "weights of a layer on the host": {"offload_layers": 1},
+    "weights of all layers on the host, recomputed": {"offload_layers": 2, "dropout": 0.1},
 }
 ON_TWO = {
     "sharded": {},
@@ -42,6 +48,13 @@ ON_TWO = {
     "flex": {"attention": "flex"},
     "kept on the host": STASHED,
     "those of two layers on the host": STASHED | {"offload_activations": 2},
+    "weights of a layer on the host": {"offload_layers": 1},
+    "head and embedding trained, two micro-batches": {
+        "modules_to_save": ["lm_head", "embed_tokens"],
+        "micro_batch_size": 1,
+    },
+    "DoRA, two micro-batches": {"use_dora": True, "micro_batch_size": 1},
+    "weights and activations on the host": STASHED | {"offload_layers": 2},
 }
 
 
@@ -58,7 +71,8 @@ def trained(base, levers, graphed, attention, capturing=CudaCapture):
     os.environ |= DEFAULTS
     torch.use_deterministic_algorithms(True)
     config = settings()
-    lora = config.lora.model_copy(update={"dropout": levers.get("dropout", 0.0)})
+    lora = {"dropout": 0.0} | {k: v for k, v in levers.items() if k in LORA}
+    lora = config.lora.model_copy(update=lora)
     config = config.model_copy(update={"lora": lora})
     plan = make_plan(
         device="cuda", processes=levers.get("replicas", 1), num_steps=STEPS,

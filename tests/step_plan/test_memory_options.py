@@ -54,10 +54,7 @@ def test_option_that_another_forbids_names_both_settings():
         ROWS["offload_embedding"].settled(True, trained, GPUS)
     graphs = setup(cuda_graphs=True)
     for change, setting in (
-        ({"offload_layers": 3}, "hardware.offload_layers = 3"),
         ({"nodes": 2}, "hardware.nodes = 2"),
-        ({"dora": True}, "lora.use_dora = true"),
-        ({"trains_head": True}, "lora.modules_to_save = ['lm_head']"),
         ({"attention": "eager"}, "model.attention = eager"),
     ):
         assert str(replace(graphs, **change).graph_obstacle).startswith(setting)

@@ -142,7 +142,7 @@ def test_document_has_exactly_the_plan_that_later_stages_read():
         "offload_window_bytes": offload_window(llama_8b, decision.chosen.plan),
         "offload_embedding": True,
         "offload_layers": 3,
-        "cuda_graphs": False,
+        "cuda_graphs": True,
         "gpu_memory_bytes": None,
         "compute_dtype": "bfloat16",
         "num_steps": 6,  # 37 rows, 3 epochs, 20 a step

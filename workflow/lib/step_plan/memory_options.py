@@ -147,7 +147,6 @@ class MemoryOptions(BasePlan):
     @property
     def graph_obstacle(self) -> str | None:
         """What prevents CUDA graphs of micro-batches, in words; None: nothing known."""
-        whole = [*["lm_head"] * self.trains_head, *["embed_tokens"] * self.trains_embedding]
         obstacles = {
             f"train.objective = {self.objective}: micro-batches have more inputs than a graph": (
                 self.objective != SUPERVISED
@@ -155,11 +154,6 @@ class MemoryOptions(BasePlan):
             f"hardware.nodes = {self.nodes}: machines exchange data within a micro-batch": (
                 self.nodes > 1
             ),
-            f"hardware.offload_layers = {self.offload_layers}: weights come from host memory": (
-                self.offload_layers > 0
-            ),
-            f"lora.modules_to_save = {whole}: modules are trained whole": bool(whole),
-            "lora.use_dora = true: DoRA's row norms are made once a step": self.dora,
             f"model.attention = {self.attention}: its kernels are not of a fixed layout": (
                 self.attention_kind not in ("flash", "flex")
             ),
