@@ -6,12 +6,12 @@ import pytest
 import yaml
 
 from tests.importing.test_rules import QLORA, imported, run_of
+from workflow.importing.written_config import preflight_words
 from workflow.lib.planning.preflight.what_if import settings_of
 from workflow.lib.settings.config import load_config
 from workflow.lib.system.errors import UserError
 from workflow.scripts import preflight_run
 from workflow.scripts.import_config import arguments, checked, main
-from workflow.scripts.new_config import preflight_words
 
 
 @pytest.fixture

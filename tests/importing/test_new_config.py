@@ -1,6 +1,8 @@
 """The script that writes a config: what it proposes for a file, and its messages."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import yaml
 from tests.support.preflight_examples import TINY
 from tests.support.tiny import tiny_tokenizer
 from tests.support.tokenizing import rows, save_rows
+from workflow.importing.written_config import finish
 from workflow.lib.settings.config import load_config
 from workflow.lib.system.errors import UserError
 from workflow.scripts.new_config import PLAIN_TEMPLATE, arguments, main
@@ -45,27 +48,38 @@ def run_of(output):
     return run
 
 
-def test_config_names_model_and_data_and_the_values_that_differ_from_the_defaults(tmp_path, model):
-    output = new_config(tmp_path, model)
-    document = yaml.safe_load(output.read_text(encoding="utf-8"))
-    assert document == {
+@pytest.fixture(scope="module")
+def written(tmp_path_factory, model):
+    """The config of a file of chats for two GPUs, and the terminal."""
+    folder = tmp_path_factory.mktemp("written")
+    words = ["--model", model, "--data", save_rows(folder / "rows.jsonl", rows(60))]
+    words += ["--gpus", "2x4090", "--output", folder / "mine.yaml"]
+    command = [sys.executable, "-m", "workflow.scripts.new_config", *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder / "mine.yaml", done
+
+
+def test_config_names_model_and_data_and_the_values_that_differ_from_the_defaults(written, model):
+    output, _ = written
+    assert yaml.safe_load(output.read_text(encoding="utf-8")) == {
         "model": {"source": str(model)},
-        "data": {"train": str(tmp_path / "rows.jsonl"), "seq_len": 256},
+        "data": {"train": str(output.parent / "rows.jsonl"), "seq_len": 256},
         "lora": {"r": 8},
-        "train": {"epochs": 5, "learning_rate": 0.0005, "global_batch_size": 1},
+        "train": {"epochs": 5, "learning_rate": 0.0005, "global_batch_size": 2},
     }
 
 
-def test_comments_say_what_the_file_holds(tmp_path, model):
-    comments = new_config(tmp_path, model).read_text(encoding="utf-8")
+def test_comments_say_what_the_file_holds(written):
+    comments = written[0].read_text(encoding="utf-8")
     assert "rows.jsonl: prompt_completion; 57 documents to train on, 3 held out, 0 rows" in comments
 
 
-def test_samples_of_the_rows_and_the_next_commands_are_printed(tmp_path, model, capsys, caplog):
-    with caplog.at_level("INFO", logger="workflow"):
-        output = new_config(tmp_path, model)
-    assert "\u27e6The answer is 0.<|end|>\u27e7" in capsys.readouterr().out
-    assert caplog.messages[-1].endswith(f"snakemake --cores all --configfile {output}")
+def test_terminal_shows_documents_then_the_fit_then_the_next_commands(written):
+    output, done = written
+    assert "\u27e6The answer is 0.<|end|>\u27e7" in done.stdout
+    assert done.stderr.index("run mine fits: a process takes") < done.stderr.index("Next:")
+    assert done.stderr.endswith(f"snakemake --cores all --configfile {output}\n")
 
 
 def test_pairs_give_a_config_of_their_objective(tmp_path, model):
@@ -82,17 +96,20 @@ def test_base_model_without_template_gets_the_plain_one_for_chats_alone(tmp_path
     assert run_of(new_config(tmp_path, model, content=texts)).data.chat_template is None
 
 
-def test_fit_is_told_for_the_gpus(tmp_path, model, capfd):
-    new_config(tmp_path, model, "--gpus", "2x4090")
-    assert "run mine fits: a process takes" in capfd.readouterr().err
-
-
-def test_model_that_does_not_fit_is_an_error_beside_the_written_config(tmp_path, monkeypatch):
+def test_tokens_are_counted_by_the_demo_s_tokenizer_where_the_model_s_cannot_be_read(
+    tmp_path, monkeypatch
+):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(UserError, match=r"mine.yaml is written, but preflight has an objection"):
-        new_config(tmp_path, "meta-llama/Llama-3.1-405B", "--gpus", "1x4090")
-    text = (tmp_path / "mine.yaml").read_text(encoding="utf-8")
+    output = new_config(tmp_path, "meta-llama/Llama-3.1-8B")
+    text = output.read_text(encoding="utf-8")
     assert "these are tokens of the demo's tokenizer, as the model's cannot be read" in text
+    assert run_of(output).train.learning_rate == 2e-4  # by the shipped config.json
+
+
+def test_objection_of_preflight_is_an_error(tmp_path):
+    document = {"model": {"source": "no/such"}}
+    with pytest.raises(UserError, match=r"mine.yaml is written, but preflight has an objection"):
+        finish(document, tmp_path / "mine.yaml", gpus="1x4090", rows=None)
 
 
 @pytest.mark.parametrize(
@@ -102,6 +119,7 @@ def test_model_that_does_not_fit_is_an_error_beside_the_written_config(tmp_path,
         (["--gpus", "2x4080"], None, r"^--gpus = '2x4080': no GPU of the name .*Did you mean 4090"),
         (["--gpus", "0x4090"], None, r"^--gpus = '0x4090': the number of GPUs must be 1 to"),
         (["--model", "my model"], None, r"^--model = 'my model': no such folder"),
+        (["--model", "tests"], None, r"^--model = 'tests': the folder has no config.json"),
         (["--method", "dpo"], None, r"has the columns 'prompt', 'completion', but expected are"),
         ([], [{"a": "x", "b": "y"}], r"^data.format = 'auto': data.train has the columns 'a', 'b'"),
         ([], [], r"^data.train = .*the file holds no row"),

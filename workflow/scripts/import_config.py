@@ -17,13 +17,13 @@ import yaml
 from workflow.importing.draft import Draft, label
 from workflow.importing.reading import Kind, TrainerName, read_source
 from workflow.importing.rules import translate
+from workflow.importing.written_config import check_is_new, finish
 from workflow.lib.settings.config import NOT_VALID, load_config
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import write_text
 from workflow.lib.system.gpu_models import parse_gpus
 from workflow.lib.system.redaction import redacted
 from workflow.scripts.command import run, stage_parser
-from workflow.scripts.new_config import check_is_new, finish
 
 logger = logging.getLogger("workflow")
 

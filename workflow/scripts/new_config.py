@@ -11,6 +11,7 @@ and asks preflight whether it fits these GPUs. Nothing is trained, and no weight
 import argparse
 import json
 import logging
+import math
 import shutil
 import subprocess
 import sys
@@ -23,27 +24,27 @@ from huggingface_hub import snapshot_download
 from rich.console import Console
 
 from workflow.importing.guide import LENGTHS, Method, seq_len_for, settings_for
+from workflow.importing.written_config import check_is_new, finish
 from workflow.lib.checkpoints.files.model_files import CONFIG, TOKENIZER_PATTERNS
 from workflow.lib.data.encoding.tokenizer import default_template, load_tokenizer
 from workflow.lib.data.reading.hub_download import Source, explained_errors
 from workflow.lib.data.reading.sources import find_files
-from workflow.lib.data.tokens.process_pool import available_processes
-from workflow.lib.planning.preflight.what_if import find_shape
+from workflow.lib.data.tokens.shown_samples import show_samples
+from workflow.lib.data.tokens.token_store import MANIFEST
+from workflow.lib.planning.preflight.what_if import find_config
 from workflow.lib.settings.config import RunConfig, load_config
 from workflow.lib.settings.objectives import needs_of
-from workflow.lib.system.errors import UserError, setting_error
-from workflow.lib.system.files import write_text
+from workflow.lib.system.errors import UserError
+from workflow.lib.system.files import read_checked_json, write_text
 from workflow.lib.system.gpu_models import parse_gpus
 from workflow.lib.system.redaction import redacted
-from workflow.scripts import tokenize_dataset
 from workflow.scripts.command import run, stage_parser
-from workflow.scripts.preflight_run_by_hand import described
-from workflow.scripts.preview import show_samples
 
 logger = logging.getLogger("workflow")
 
 STAND_IN = Path(__file__).parents[1] / "resources" / "base"
 PLAIN_TEMPLATE = "workflow/resources/templates/plain.jinja"
+USUAL_WIDTH = 4096  # where config.json names it otherwise
 REASONS = {
     "chat_template": "roles as words; answers end with the end-of-text token",
     "seq_len": "tokens of a packed row: holds the documents above",
@@ -67,30 +68,22 @@ def main(args: argparse.Namespace) -> None:
     gpus = parse_gpus(args.gpus, setting="--gpus")[0] if args.gpus else 1
     check_is_new(args.output)
     find_files(args.data, setting="--data", root=Path())
-    shape = find_shape(args.model, revision=None, describe=described)
-    longest = min(shape.max_position_embeddings, LENGTHS[-1])
+    longest, width = read_sizes(args.model)
     tokenizer = tokenizer_of(args.model)
-    template = {"chat_template": tokenizer.template} if tokenizer.template else {}
-    document: dict[str, dict[str, Any]] = {
-        "model": {"source": args.model},
-        "data": {"train": args.data, **template, "seq_len": longest},
-    }
+    data = {"train": args.data, "chat_template": tokenizer.template, "seq_len": longest}
+    document: dict[str, Any] = {"model": {"source": args.model}, "data": data}
     facts = inspected(document | {"train": {"objective": args.method}}, tokenizer.folder)
     if facts["chat_template"] is None:  # rows of plain text
-        document["data"].pop("chat_template", None)
+        data["chat_template"] = None
+    data["seq_len"] = seq_len_for(row_lengths(facts), longest=longest)
     train = facts["splits"]["train"]
-    seq_len = seq_len_for(row_lengths(facts), longest=longest)
-    rows = -(-train["tokens"] // seq_len)
-    document["data"]["seq_len"] = seq_len
-    document |= settings_for(
-        args.method,
-        trained_tokens=train["trained_tokens"],
-        packed_rows=rows,
-        hidden_size=shape.hidden_size,
-        gpus=gpus,
+    rows = math.ceil(train["tokens"] / data["seq_len"])
+    trained = train["trained_tokens"]
+    guided = settings_for(
+        args.method, trained_tokens=trained, packed_rows=rows, hidden_size=width, gpus=gpus
     )
+    document = least(document | guided)
     account = account_of(facts, args.data, tokenizer)
-    document = least(document)
     write_config(args.output, document, account)
     if tokenizer.stand_in is None:
         show_samples(facts, Console())
@@ -98,10 +91,12 @@ def main(args: argparse.Namespace) -> None:
     finish(document, args.output, gpus=args.gpus, rows=rows)
 
 
-def check_is_new(output: Path) -> None:
-    """Raise `UserError` if the file is there."""
-    if output.exists():
-        raise setting_error("--output", str(output), "it is there already", "Name another file")
+def read_sizes(model: str) -> tuple[int, int]:
+    """Return the longest row that a model reads, and its width (hidden_size)."""
+    config = find_config(model, revision=None)
+    config = config.get("text_config") or config
+    positions = config.get("max_position_embeddings") or LENGTHS[-1]
+    return min(positions, LENGTHS[-1]), config.get("hidden_size", USUAL_WIDTH)
 
 
 def tokenizer_of(model: str) -> Tokenizer:
@@ -120,18 +115,19 @@ def tokenizer_of(model: str) -> Tokenizer:
 
 
 def inspected(document: dict[str, Any], tokenizer: Path) -> dict[str, Any]:
-    """Return the manifest of a config's data as tokens. Raises `UserError` as `tokenize_dataset`;
-    the list of unusable rows is then kept."""
+    """Return the manifest of a config's data as tokens. Raises `UserError` with the message of
+    `tokenize_dataset`; its list of unusable rows is then kept."""
     (settings,) = load_config(document | {"runs": {"new": {}}})[1].values()
+    examples = needs_of(settings.train.objective).examples
+    config = {"data": settings.data.model_dump(mode="json"), "examples": examples}
     folder = Path(tempfile.mkdtemp(prefix="new_config-"))
-    args = argparse.Namespace(
-        config={"examples": needs_of(settings.train.objective).examples},
-        dataset=Path(),
-        tokenizer=tokenizer,
-        output=folder / "tokens",
-        processes=available_processes(),
-    )
-    facts = tokenize_dataset.make_tokens(args, settings.data)
+    command = [sys.executable, "-m", "workflow.scripts.tokenize_dataset"]
+    command += ["--config", json.dumps(config), "--tokenizer", str(tokenizer)]
+    command += ["--output", str(folder / "tokens")]
+    done = subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True)
+    if done.returncode != 0:
+        raise UserError(done.stderr.strip())
+    facts = read_checked_json(folder / "tokens" / MANIFEST)
     shutil.rmtree(folder)
     return facts
 
@@ -185,37 +181,6 @@ def write_config(output: Path, document: dict[str, Any], account: list[str]) -> 
         why = REASONS.get(line.strip().partition(":")[0], "")
         lines.append(f"{line:<38}  # {why}" if why else line)
     write_text(output, "\n".join([*lines, DEFAULTS, ""]))
-
-
-def finish(document: dict[str, Any], output: Path, *, gpus: str | None, rows: int | None) -> None:
-    """Ask preflight whether a written config fits the GPUs, and say which commands follow. Raises
-    `UserError` if it does not fit."""
-    follow = f"--configfile {output}"
-    if gpus is not None:
-        words = preflight_words(document, gpus=gpus) + (["--rows", str(rows)] if rows else [])
-        words += ["--brief", "--run", output.stem]
-        command = [sys.executable, "-m", "workflow.scripts.preflight_run", *words]
-        if subprocess.run(command, check=False).returncode != 0:
-            raise UserError(
-                f"{output} is written, but preflight has an objection, see above. Change the "
-                "config as it says."
-            )
-    logger.info(
-        "%s is written. Next:\n  snakemake --cores all preview %s\n  snakemake --cores all %s",
-        output,
-        follow,
-        follow,
-    )
-
-
-def preflight_words(document: dict[str, Any], *, gpus: str) -> list[str]:
-    """Return the arguments of preflight for a config."""
-    words = ["--model", document["model"]["source"], "--gpus", gpus]
-    for section, settings in document.items():
-        for key, value in settings.items():
-            if section != "runs" and (section, key) not in (("model", "source"), ("model", "name")):
-                words += ["--set", f"{section}.{key}={json.dumps(value)}"]
-    return words
 
 
 def arguments() -> argparse.ArgumentParser:

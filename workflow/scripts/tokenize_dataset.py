@@ -81,16 +81,6 @@ from workflow.scripts.command import run, stage_parser
 
 def main(args: argparse.Namespace) -> None:
     settings = DataConfig.model_validate(args.config["data"])
-    log_facts(
-        make_tokens(args, settings),
-        output=args.output,
-        special_tokens=settings.special_tokens_in_text,
-        leave_out=settings.leave_out,
-    )
-
-
-def make_tokens(args: argparse.Namespace, settings: DataConfig) -> dict[str, Any]:
-    """Write the tokens folder; return its manifest."""
     examples: Examples = args.config.get("examples", "texts")
     check_downloads(args)
     sources = resolve_splits(settings, root=args.dataset)
@@ -137,7 +127,12 @@ def make_tokens(args: argparse.Namespace, settings: DataConfig) -> dict[str, Any
         )
         write_checked_json(folder / MANIFEST, facts)
         inputs.check()
-    return facts
+    log_facts(
+        facts,
+        output=args.output,
+        special_tokens=settings.special_tokens_in_text,
+        leave_out=settings.leave_out,
+    )
 
 
 def check_downloads(args: argparse.Namespace) -> None:

@@ -34,6 +34,7 @@ from workflow.lib.system.gpu_models import GpuModel
 from workflow.lib.system.units import GIB
 
 NAME = "what-if"
+MISSING = "no such folder, file or shipped model"
 MOST_ROWS = 10**12
 
 
@@ -50,7 +51,7 @@ def find_shape(
         return shipped
     if is_hub_id(model):
         return describe(_download_config(model, revision))
-    raise _unknown(model, "no such folder, file or shipped model")
+    raise _unknown(model, MISSING)
 
 
 def find_config(model: str, *, revision: str | None) -> dict[str, Any]:
@@ -60,8 +61,13 @@ def find_config(model: str, *, revision: str | None) -> dict[str, Any]:
     if config is not None:
         return config
     if not path.exists():
+        if not is_hub_id(model):
+            raise _unknown(model, MISSING)
         path = _download_config(model, revision)
-    document: dict[str, Any] = read_json(path / "config.json" if path.is_dir() else path)
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise _unknown(model, "the folder has no config.json")
+    document: dict[str, Any] = read_json(file)
     return document
 
 
