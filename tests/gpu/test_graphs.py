@@ -95,7 +95,7 @@ def trained(base, levers, graphed, attention, capturing=CudaCapture):
             graphs = MicroBatchGraphs(model.training, world, make_capture[graphed])
         store = random_store(rows=ROWS, seq_len=SEQ_LEN)
         optimizer, size = make_optimizer(model.training, config.train), plan.micro_batch_size
-        trainer = Trainer(model.training, optimizer, store, config.train, size, world, graphs)
+        trainer = Trainer.over(model.training, optimizer, store, config.train, size, world, graphs)
         found = []
         for metrics in trainer.steps(first_step=0, num_steps=STEPS):
             found.append((metrics.loss, metrics.grad_norm))

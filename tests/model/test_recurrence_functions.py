@@ -10,17 +10,17 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.support.built_models import built_model
+from tests.support.captures import ALONE
 from tests.support.families import tiny_family
 from tests.support.models import quantized
 from tests.support.other_decoders import config_of
 from tests.support.plans import make_plan
 from workflow.lib.checkpoints.decoder_layers import decoder_layers
-from workflow.lib.model.nf4_model import build_nf4_on_meta
 from workflow.lib.model.prepared_decoder import OneByOne
 from workflow.lib.model.tried_classes.called_functions import call_ours_
 from workflow.lib.model.tried_classes.recurrence_functions import recur_by_ours_
-from workflow.lib.settings.train import LoraSettings
-from workflow.lib.training.build import adapt_
+from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
 
 OURS = "_KeepingInputs"  # the node of our operations
 # How many of them a layer of the family calls: a recurrence, and short convolutions.
@@ -80,11 +80,10 @@ def test_layers_call_ours_and_compute_the_same(family):
 def test_layers_of_the_model_that_is_trained_call_ours(family, tmp_path):
     """They are divided by document, too, which must come after."""
     base = quantized(tiny_family(family, tmp_path / "model"), tmp_path / "base")
-    model = build_nf4_on_meta(base, compute_dtype=torch.float32, attention="sdpa")
-    plan = make_plan(fused_layers=True)
-    choice = plan.layers(len(decoder_layers(model)))
     lora = LoraSettings(r=2, target_modules="all-linear")
-    training, fused = adapt_(model, lora, plan, choice)
+    config = RunConfig(lora=lora, train=TrainConfig(fused_layers=True))
+    built = built_model(base, config, make_plan(), ALONE)
+    training, fused = built.training, built.fused
     divided = [x for x in training.modules() if isinstance(x, OneByOne)]
     assert fused["recurrences"] == len(divided) > 0
     kinds = [kind for kind in type(divided[0]).__mro__ if "forward" in vars(kind)]

@@ -75,7 +75,7 @@ def one_step(model, config, world, rows, *, store):
         gradients.update(whole({key: param.grad for key, param in params.items()}, world))
 
     optimizer.register_step_pre_hook(keep)
-    trainer = Trainer(training, optimizer, store, train, rows, world)
+    trainer = Trainer.over(training, optimizer, store, train, rows, world)
     (metrics,) = trainer.steps(first_step=0, num_steps=1)
     figures = {figure.name: getattr(metrics, figure.name) for figure in training.objective.figures}
     return metrics.loss, figures, gradients

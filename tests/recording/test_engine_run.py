@@ -23,6 +23,7 @@ KEPT = {"activation_checkpointing": False}
 GRAPHS = {"cuda_graphs": True}
 OFFLOADED = {"offload_activations": True}
 WITH_TABLES = {"trains_head": True, "trains_embedding": True}
+PAIRS = {"objective": "dpo", "documents_per_row": 2.0}
 SOME_OF_THREE = {"processes": 3, "activation_checkpointing": 2}
 FEW_NUMBERS = 64  # bytes: a scalar, the keys of a micro-batch's rows
 # And of matmuls in 8 bits the scales of the weights' rows, made in the first forward.
@@ -89,6 +90,7 @@ def tapes(process):
         {"processes": 4, "replicas": 2, "accumulation_steps": 2, "offload_embedding": True},
         {"activation_checkpointing": 8, "offload_activations": 4},
         {"matmul_dtype": "float8"},
+        PAIRS | {"start_reference": True, "accumulation_steps": 2},
     ],
     ids=str,
 )
@@ -116,6 +118,20 @@ def test_what_is_offloaded_is_page_locked_memory_of_the_host(tapes):
     packed = packed_bytes(shape().layer(0).linears, chosen())
     assert layers == 2 * 2 ** math.ceil(math.log2(packed))
     assert replay(tapes.of(chosen(**ALONE))).peaks.host_bytes == 0
+
+
+def test_reference_of_the_start_takes_a_forward_before_the_step(tapes):
+    """Of all micro-batches, whose layers gather weights and make adapters' casts as in training."""
+    scored, started = (tapes.of(chosen(**PAIRS, start_reference=x)) for x in (False, True))
+    terms = [
+        {tape.terms[x] for x in tape.events[: tape.events.index("look_up_embedding")] if made(x)}
+        for tape in (scored, started)
+    ]
+    assert "dequantized_weight" in terms[1] - terms[0]
+
+
+def made(event):
+    return isinstance(event, int) and event >= 0
 
 
 def left(tape):

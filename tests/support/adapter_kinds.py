@@ -133,7 +133,7 @@ def take(
     count: int | None = None,
 ) -> list[Any]:
     """Make the steps of a run from step `first` on, at most `count`, of two micro-batches each."""
-    found = Trainer(
+    found = Trainer.over(
         model.training,
         optimizer,
         random_store(rows=ROWS, seq_len=SEQ_LEN),

@@ -11,6 +11,7 @@ from workflow.lib.kernels.attention.attention_choice import (
     FAMILY,
 )
 from workflow.lib.settings.config import RunConfig
+from workflow.lib.settings.objectives import reads_start
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.dtype_choice import (
     COMPUTE_DTYPE,
@@ -41,5 +42,6 @@ def built_model(
         matmul_passes=train.matmul_passes,
         fused_layers=train.fused_layers,
         fused_loss=train.fused_loss,
+        start_reference=reads_start(train.objective, config.preferences),
     )
     return build_training_model(base, config, asked, world, start=start, moved=moved)

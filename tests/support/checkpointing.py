@@ -46,7 +46,7 @@ class Run:
         self.optimizer = make_optimizer(self.training, config.train)
 
     def losses(self, *, first: int) -> Iterator[float]:
-        loop = Trainer(
+        loop = Trainer.over(
             self.training,
             self.optimizer,
             random_store(rows=13, seq_len=23),

@@ -99,7 +99,9 @@ def trained(
         lambda *_: gradients.append(whole({name: p.grad for name, p in params.items()}, world))
     )
     replayed = graphs and graphs(model.training, world)
-    trainer = Trainer(model.training, optimizer, store, train, micro_batch_size, world, replayed)
+    trainer = Trainer.over(
+        model.training, optimizer, store, train, micro_batch_size, world, replayed
+    )
     metrics = list(trainer.steps(first_step=0, num_steps=train.max_steps))
     return {
         "initial": initial,

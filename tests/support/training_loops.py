@@ -57,7 +57,7 @@ def trainer(
 ) -> Trainer:
     optimizer = make_optimizer(training, config.train)
     store = random_store(rows=ROWS, seq_len=SEQ_LEN)
-    return kind(training, optimizer, store, config.train, micro_batch_size, world, graphs)
+    return kind.over(training, optimizer, store, config.train, micro_batch_size, world, graphs)
 
 
 def loop(base: Path, world: Any, *, fill: float) -> Any:

@@ -78,7 +78,7 @@ def trained_losses(world, base):
         config = settings(dtype, where)
         model = built(base, config, world, dtype=dtype)
         optimizer = make_optimizer(model.training, config.train)
-        trainer = Trainer(model.training, optimizer, store, config.train, 2, world)
+        trainer = Trainer.over(model.training, optimizer, store, config.train, 2, world)
         heldout = HeldOut(store, every=1, num_steps=STEPS, at_most=None, seed=0, micro_batch_size=8)
         if not losses:
             losses["before", ""] = heldout.losses(model.training, world=world).whole

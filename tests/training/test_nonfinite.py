@@ -89,7 +89,7 @@ def weightless(world, base):
     config = settings(global_batch_size=1, max_steps=4)
     training = adapted(base, r=4)
     optimizer = make_optimizer(training, config.train)
-    made = Trainer(training, optimizer, store, config.train, 1, world)
+    made = Trainer.over(training, optimizer, store, config.train, 1, world)
     return [(m.loss, m.grad_norm) for m in made.steps(first_step=0, num_steps=4)]
 
 

@@ -146,7 +146,7 @@ def first_steps(world, folder):
         model = build(folder, name, folder / name, world)
         startup_checks(model, random_store(rows=ROWS, seq_len=SEQ_LEN), folder / kind, world)
         values = all_full(trainable_parameters(model.training))
-        trainer = Trainer(
+        trainer = Trainer.over(
             model.training,
             make_optimizer(model.training, TRAIN),
             random_store(rows=ROWS, seq_len=SEQ_LEN),

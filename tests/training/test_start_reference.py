@@ -39,7 +39,9 @@ def steps_of(world, base, name, matmuls, heads=()):
     model = built_model(base, config, plan, world, matmul_dtype=matmuls).training
     store = prompted_rows("rated" if name == "kto" else "pairs")
     rows = ROWS // world.size
-    trainer = Trainer(model, make_optimizer(model, config.train), store, config.train, rows, world)
+    trainer = Trainer.over(
+        model, make_optimizer(model, config.train), store, config.train, rows, world
+    )
     batch = stored_batch(store, torch.arange(1).numpy())
     (before,) = model.reference.log_probs(model, [batch])
     metrics = list(trainer.steps(first_step=0, num_steps=3))

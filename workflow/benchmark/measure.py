@@ -136,7 +136,7 @@ def _train(job: Job, config: RunConfig, world: World, seen: Observed, pulse: Pul
         store = store.with_scores(_ScoresOfStart.of(model.training, store, world))
     if job.check_bytes:
         seen.checks = startup_checks(model, store, Path(job.base), world)
-    trainer = Trainer(
+    trainer = Trainer.over(
         model.training,
         make_optimizer(model.training, config.train),
         store,

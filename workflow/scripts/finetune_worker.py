@@ -263,7 +263,9 @@ def resume_run(checkpoints: Path, run: TrainingRun, watch: TimeWatch, pulse: Pul
         logger.info("continuing after step %d of %d", resumed.step, num_steps)
     graphs = MicroBatchGraphs(training, world) if run.plan.graphed else None
     rows = run.plan.micro_batch_size
-    trainer = Trainer(training, optimizer, run.store, settings, rows, world, graphs, watch.waited)
+    trainer = Trainer.over(
+        training, optimizer, run.store, settings, rows, world, graphs, watch.waited
+    )
     return RunState(
         trainer=trainer,
         first_step=resumed.step,

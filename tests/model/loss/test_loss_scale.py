@@ -42,7 +42,7 @@ def trained(base, world, *, factor, dtype, folder=None):
 
     optimizer.register_step_pre_hook(keep_first)
     metrics = list(
-        Trainer(
+        Trainer.over(
             training,
             optimizer,
             random_store(rows=13, seq_len=31),

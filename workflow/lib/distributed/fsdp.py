@@ -61,7 +61,6 @@ def shard_(
     model. reshard_after_forward: free weights after forward (FULL_SHARD). ignored: parameters to
     leave alone (`packed_layers`)."""
     model: PreTrainedModel = training.peft_model.get_base_model()  # type: ignore[operator]
-    training.adapters.sharded = True
     if training.router_balance is not None:
         assert dist.group.WORLD is not None
         training.router_balance.share_(dist.group.WORLD)

@@ -55,8 +55,10 @@ def share_vocabulary_(training: CausalLMForTraining, mesh: DeviceMesh) -> set[nn
     if hasattr(head, ROWS):
         setattr(shared, ROWS, getattr(head, ROWS))
     model.set_output_embeddings(shared)
-    training.head_loss = SlicedCrossEntropy(replace(training.head_loss.head, module=shared), group)
-    training.rows_of = ExchangedRows(embedding, group, model.config.dtype)
+    training.divide_(
+        SlicedCrossEntropy(replace(training.head_loss.head, module=shared), group),
+        rows_of=ExchangedRows(embedding, group, model.config.dtype),
+    )
     others = [_shared_table(table, mesh, axis, model.config.dtype) for table in other_tables(model)]
     return {p for p in (embedding.weight, weight, bias, *others) if p is not None}
 

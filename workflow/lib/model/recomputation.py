@@ -3,11 +3,12 @@
 The random state is kept for a layer until one of its forwards in training draws nothing: it costs
 the host 0.1 ms a layer, and no CUDA graph can hold it (torch 2.11 to 2.13)."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -49,9 +50,9 @@ def checkpoint_activations_(model: PreTrainedModel, numbers: Collection[int]) ->
         switched._gradient_checkpointing_func = Recomputed()
 
 
-def recompute_without_draws_(model: PreTrainedModel) -> None:
+def recompute_without_draws_(layers: Iterable[nn.Module]) -> None:
     """Assume that layers draw no random numbers: their state would be on the host."""
-    for layer in decoder_layers(model):
+    for layer in layers:
         keeping: Any = getattr(layer, "_gradient_checkpointing_func", None)
         if isinstance(keeping, Recomputed):
             keeping.draws = False

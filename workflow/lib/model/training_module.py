@@ -113,6 +113,22 @@ class CausalLMForTraining(nn.Module):
             self.router_balance.training = mode
         return self
 
+    @contextmanager
+    def with_objective(self, objective: Objective) -> Iterator[None]:
+        """Within the block forward returns the loss of another objective."""
+        trained, self.objective = self.objective, objective
+        try:
+            yield
+        finally:
+            self.objective = trained
+
+    def divide_(
+        self, head_loss: LinearCrossEntropy, *, rows_of: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        """Take the loss and the embedding rows of slices of the vocabulary (`vocabulary_parallel`),
+        and adapters that are gathered for each use."""
+        self.head_loss, self.rows_of, self.adapters.sharded = head_loss, rows_of, True
+
     @property
     def recurrent_layers(self) -> int:
         """Number of layers that take packed documents one by one."""

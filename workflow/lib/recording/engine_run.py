@@ -1,5 +1,5 @@
 """The engine's own steps on the recorded GPU: a model is built as for training, checked as at the
-start, and trained for two steps.
+start, and trained for two steps by `training.loop.Trainer`.
 
 The second step is the first that begins as all others do, with the allocator's cached memory. Every
 row is full, and every token is trained. Left out are the start-up checks' comparisons on the host,
@@ -8,11 +8,10 @@ and the family's own forward of 8 tokens."""
 import gc
 import json
 import logging
-import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -28,21 +27,18 @@ from workflow.lib.distributed.fsdp import forward_only
 from workflow.lib.distributed.world import World, process_mesh
 from workflow.lib.kernels.attention.document_lengths import equal_lengths
 from workflow.lib.kernels.attention.flex_masks import RECORDED_LENGTHS
-from workflow.lib.kernels.attention.shared_prompts import SharedPrompts
 from workflow.lib.model.architecture.layer_choice import LayerChoice
-from workflow.lib.model.documents import documents_of
 from workflow.lib.model.host_embedding import other_tables
 from workflow.lib.model.layers.rotary_by_document import RotaryByDocument
-from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.nf4_model import allocate_, build_on_meta
 from workflow.lib.model.recomputation import recompute_without_draws_
-from workflow.lib.model.trained_modules import sum_copies_
-from workflow.lib.model.training_module import loss_in
 from workflow.lib.objectives.from_settings import objective_of
 from workflow.lib.planning.memory.allocation_tape import CHECKS, LOAD, STEPS, Tape
+from workflow.lib.planning.work import UPDATE
 from workflow.lib.quantization.nf4_checkpoint import packed_on_meta
 from workflow.lib.recording.allocation_recorder import AllocationRecorder
-from workflow.lib.recording.layer_tape import FIRST_PHASE, NONE, LayerTape, Phases
+from workflow.lib.recording.layer_tape import NONE, LayerTape, Phases
+from workflow.lib.recording.recorded_batches import RecordedBatches
 from workflow.lib.recording.recorded_gpu import RecordedCapture, recorded_gpu
 from workflow.lib.recording.some_layers import (
     NotRepeatableError,
@@ -53,14 +49,12 @@ from workflow.lib.recording.some_layers import (
 )
 from workflow.lib.recording.term_names import module_tensors, name_terms
 from workflow.lib.settings.config import LoraSettings, TrainConfig
-from workflow.lib.settings.objectives import NEEDS, DistillConfig, PreferencesConfig
+from workflow.lib.settings.objectives import DistillConfig, PreferencesConfig
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.device_types import RECORDED
-from workflow.lib.training.build import TrainingModel, adapt_, dtype_of, lay_out_
-from workflow.lib.training.gradients import LossSum, clip_gradients, is_healthy, step_estimate
-from workflow.lib.training.loop import make_optimizer
-from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs, forward_backward
-from workflow.lib.training.optimizers import ShardwiseOptimizer
+from workflow.lib.training.build import assemble_, complete_, dtype_of
+from workflow.lib.training.loop import PendingScalars, StepInProgress, Trainer, make_optimizer
+from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs
 
 # Reach of layers to each other, tried in this order until equal layers make equal requests. With
 # gathered layers the third one requests the buffer of the first, which no layer of the same pass
@@ -116,7 +110,7 @@ def _run(described: "_Described", numbers: Sequence[int], *, checked: bool) -> L
     mean = equal_lengths(plan.seq_len / plan.documents_per_row)
     RECORDED_LENGTHS.set(plan.document_lengths or mean)
     with _masks_of_rows(packed=plan.documents_per_row > 1), _fake_world(plan) as world:
-        run = _Run(described, numbers, world)
+        run = _Run(described, numbers, world, tape)
         alone = plan.processes > 1 == plan.shards
         # In a backward thread of its own, the order of autograd's last releases and the thread's
         # next requests is random.
@@ -127,15 +121,13 @@ def _run(described: "_Described", numbers: Sequence[int], *, checked: bool) -> L
                 tape.phase(CHECKS)
                 run.check(recorder)
             tape.phase(LOAD)
-            optimizer = make_optimizer(run.training, TrainConfig(optimizer=plan.optimizer))
-            run.training.train()
-            count = 2 if plan.accumulates else 1
-            first = count if plan.graphed else 1  # graphs run their work once before the capture
-            for number in range(STEPS):
+            trainer = run.trainer()
+            steps = trainer.steps(first_step=0, num_steps=STEPS)
+            for _ in range(STEPS):
                 with _no_garbage():
-                    some = count if number else first
-                    run.step(optimizer, tape, micro_batches=some, last=number == STEPS - 1)
-            tape.end()
+                    next(steps)
+            steps.close()
+            tape.end()  # with the trainer's moments and graphs, which stay
     tape.work = tape.work_of(dict.fromkeys(range(len(numbers)), 1))
     return tape
 
@@ -164,71 +156,88 @@ def _fake_world(plan: StepPlan) -> Iterator[World]:
         dist.destroy_process_group()
 
 
-class _Run:
-    """A model without weights, and its steps."""
+@dataclass(frozen=True)
+class RecordedTrainer(Trainer):
+    """The trainer, with the phases of its steps on the tape. Work is counted in the last step."""
 
-    def __init__(self, described: "_Described", numbers: Sequence[int], world: World) -> None:
+    tape: LayerTape = field(kw_only=True)
+
+    def run_micro_batches(self, current: StepInProgress, *, count: int | None = None) -> None:
+        super().run_micro_batches(current, count=count)
+        self.tape.phase(UPDATE)
+        self.tape.counts = current.rows.step == STEPS - 1
+        self.tape.follows_tensors = True
+
+    def transfer(self, *numbers: torch.Tensor) -> PendingScalars:
+        """Begin the transfer; a few numbers are no work."""
+        counts, self.tape.counts = self.tape.counts, False
+        pending = super().transfer(*numbers)
+        self.tape.counts = counts
+        return pending
+
+
+class _Run:
+    """A model without weights, from its load to its trainer."""
+
+    def __init__(
+        self, described: "_Described", numbers: Sequence[int], world: World, tape: LayerTape
+    ) -> None:
         plan = described.plan
-        self._plan, self._world, self._dtype = plan, world, dtype_of(plan)
+        self._plan, self._world, self._tape = plan, world, tape
         model = _nf4_model(described.config, plan, numbers)
         self._layers = decoder_layers(model)  # adapters and FSDP2 change their classes
         self._other_tables = other_tables(model)
-        choice = described.choice.among(numbers)
-        self.training, _ = adapt_(model, _lora(plan), plan, choice)
-        self.training.objective = objective_of(
-            plan.objective, PreferencesConfig(), DistillConfig(top_k=max(1, plan.top_k))
+        self._assembled = assemble_(
+            model,
+            plan,
+            world,
+            lora=_lora(plan),
+            objective=objective_of(plan.objective, PreferencesConfig(), DistillConfig()),
+            router_aux_loss_coef=1.0 if plan.balances_routers else 0.0,
+            choice=described.choice.among(numbers),
         )
-        recompute_without_draws_(model)
-        self.training.balance_routers_(1.0 if plan.balances_routers else 0.0)
-        if plan.shares_prompts:
-            self.training.share_prompts_()
-        self._laid_out: TrainingModel = lay_out_(self.training, plan, world, choice)
+        self._training = self._assembled.training
+        recompute_without_draws_(self._layers)
         self._embedding: Any = model.get_input_embeddings()
         self._head: Any = model.get_output_embeddings()
-        # rows come from host memory
-        self._looks_up = not len(cast(torch.Tensor, self._embedding.weight))
-        self._graphs: MicroBatchGraphs | None = None
+        looks_up = not len(cast(torch.Tensor, self._embedding.weight))
+        self._rows_of = self._embedding_rows if looks_up else None
+        self._batches = RecordedBatches(self._training, plan, tape, world.device, self._rows_of)
 
     def load(self, recorder: AllocationRecorder) -> None:
         """Allocate the tensors of training, without values."""
-        recorder.tape.phase(LOAD)
-        allocate_(self.training, device=self._world.device)
-        for module in self.training.modules():
+        training, device = self._training, self._world.device
+        self._tape.phase(LOAD)
+        allocate_(training, device=device)
+        for module in training.modules():
             if isinstance(module, RotaryByDocument):
-                module.copies(self._world.device)
+                module.copies(device)
         for number, layer in enumerate(self._layers):
             for tensor in (*layer.parameters(), *layer.buffers()):
                 recorder.assign(tensor, layer=number)
         tables = (self._embedding, self._head, *self._other_tables)
-        for tensor, term in module_tensors(self.training, tables):
+        for tensor, term in module_tensors(training, tables):
             recorder.assign(tensor, term=term)
-        if packed := self._laid_out.packed_layers:
+        if packed := self._assembled.packed_layers:
             packed.allocate_()
-            for number, mine in packed.slices.items():
-                recorder.assign(mine, layer=number, term="nf4_weights")
-        if self._looks_up:
-            self.training.rows_of = self._embedding_rows
-        if self._plan.graphed:
-            capture = partial(RecordedCapture, recorder.tape)
-            # All processes have the same micro-batches, so none exchanges them.
-            alone = replace(self._world, size=1)
-            self._graphs = MicroBatchGraphs(self.training, alone, capture)
-        Phases(recorder.tape).follow_(self.training, self._embedding, self._layers)
+            for number, own_slice in packed.slices.items():
+                recorder.assign(own_slice, layer=number, term="nf4_weights")
+        complete_(training, self._plan, rows_of=self._rows_of)
+        Phases(self._tape).follow_(training, self._embedding, self._layers)
 
     def check(self, recorder: AllocationRecorder) -> None:
         """Run the start-up checks' work on the device: a forward of one row, all units gathered."""
-        tape = recorder.tape
-        self.training.eval()
+        tape = self._tape
+        self._training.eval()
+        with forward_only(self._training):
+            self._training(self._batches.check_batch())
         tape.follows_tensors = False
-        with forward_only(self.training):
-            self.training(self._batch(1).to(self._world.device))
-            tape.layer = NONE
         recorder.note_resized()
-        for number, unit in enumerate(self._laid_out.units):
+        for number, unit in enumerate(self._assembled.units):
             tape.layer = number if number < len(self._layers) else NONE
             unit.unshard()
             unit.reshard()
-        if packed := self._laid_out.packed_layers:
+        if packed := self._assembled.packed_layers:
             for number in packed.slices:
                 tape.layer = number
                 with packed.gathered(number):
@@ -236,113 +245,23 @@ class _Run:
         tape.layer = NONE
         tape.follows_tensors = True
 
-    def step(
-        self, optimizer: ShardwiseOptimizer, tape: LayerTape, *, micro_batches: int, last: bool
-    ) -> None:
-        """Take a step as `loop.Trainer` does. Work is counted in the last one, of its last
-        micro-batch."""
-        training, device = self.training, self._world.device
-
-        def made() -> Iterator[MicroBatch]:
-            for number in range(micro_batches):
-                tape.counts = last and number == micro_batches - 1
-                tape.works_for = FIRST_PHASE  # before its begin: inputs are copied
-                yield self._batch(self._plan.micro_batch_size)
-
-        batches = made()
-        if self._graphs is None:  # graphs copy them to the device
-            batches = (batch.to(device) for batch in batches)
-        if training.router_balance is not None:
-            training.router_balance.begin_step_(divisor=1, tokens=1, device=device)
-        tape.follows_tensors = False
-        with training.adapters.unchanged(), training.matmul_precision.in_eight_bits():
-            estimate = self._estimate(micro_batches)
-            tape.layer = NONE
-            run = self._graphs or partial(forward_backward, training, estimate=estimate)
-            figures = len(training.objective.figures)
-            losses = LossSum(run, divisor=1, factor=1.0, device=device, figures=figures)
-            losses.add(batches)
-            tape.layer = NONE  # derived tensors of adapters are freed now, of all layers
-        tape.phase("optimizer_step")
-        tape.counts = last
-        tape.follows_tensors = True
-        result = losses.value()
-        sum_copies_(training)
-        norm = clip_gradients(optimizer, max_norm=1.0)
-        dist.all_reduce(result)
-        possible = training.objective.may_stand_still((1.0,))
-        optimizer.begin(unless=~is_healthy(loss_in(result), norm, may_stand_still=possible))
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=self._graphs is None)
-        tape.counts = False
-
-    def _estimate(self, micro_batches: int) -> torch.Tensor | None:
-        """Run the forward passes before a step."""
-        device, training = self._world.device, self.training
-        batches = (
-            self._batch(self._plan.micro_batch_size).to(device) for _ in range(micro_batches)
+    def trainer(self) -> Trainer:
+        """Return the trainer of the plan's steps."""
+        settings, training = TrainConfig(optimizer=self._plan.optimizer), self._training
+        graphs = None
+        if self._plan.graphed:
+            capture = partial(RecordedCapture, self._tape)
+            # All processes have the same micro-batches, so none exchanges them.
+            graphs = MicroBatchGraphs(training, replace(self._world, size=1), capture)
+        optimizer = make_optimizer(training, settings)
+        return RecordedTrainer(
+            *(training, optimizer, self._batches, settings, self._world, graphs), tape=self._tape
         )
-        return step_estimate(training, batches, divisor=1, world=self._world)
-
-    def _batch(self, rows: int) -> MicroBatch:
-        """Return rows of packed documents of equal lengths, all tokens trained, in host memory."""
-        length, documents = self._plan.seq_len, self._documents(rows)
-        ids = torch.zeros(rows, length, dtype=torch.int64)
-        batch = MicroBatch(
-            input_ids=ids,
-            position_ids=torch.zeros_like(ids),
-            positions=torch.zeros_like(ids.flatten()),
-            targets=torch.zeros_like(ids.flatten()),
-            bounds=(torch.tensor([0, *documents]).cumsum(0).to(torch.int32), max(documents)),
-            row_keys=torch.zeros(rows, dtype=torch.int64),
-            documents=documents_of(documents),
-            lengths=torch.zeros(rows, dtype=torch.int64),
-        )
-        if self._looks_up:
-            batch = replace(batch, embedded=self._embedding_rows(ids.flatten()))
-        return self._of_objective(batch)
-
-    def _of_objective(self, batch: MicroBatch) -> MicroBatch:
-        """Return a micro-batch with the objective's inputs besides tokens."""
-        plan, needs, tokens = self._plan, NEEDS[self._plan.objective], len(batch.positions)
-        firsts = torch.arange(0, len(batch.bounds[0]) - 2, 2)
-        if needs.examples != "texts":
-            batch = replace(batch, firsts=firsts, step_sizes=torch.ones(3))
-        if self.training.shares_prompts:
-            batch = replace(batch, shared=_shared(batch))
-        if needs.examples == "rated":
-            batch = replace(batch, desirable=torch.zeros(len(firsts), dtype=torch.bool))
-        if plan.top_k:
-            ids = torch.zeros(tokens, plan.top_k, dtype=torch.int64)
-            log_probs = torch.zeros(tokens, plan.top_k + 1)
-            batch = replace(batch, teacher_ids=ids, teacher_log_probs=log_probs)
-        elif needs.scores_of is not None:
-            batch = replace(batch, reference=torch.zeros(tokens))
-        return batch
-
-    def _documents(self, rows: int) -> list[int]:
-        """Return the lengths of the documents of some rows."""
-        plan = self._plan
-        count = min(math.ceil(rows * plan.documents_per_row), rows * plan.seq_len)
-        of_rows = [count // rows + (row < count % rows) for row in range(rows)]
-        return [
-            plan.seq_len // of_row + (place < plan.seq_len % of_row)
-            for of_row in of_rows
-            for place in range(of_row)
-        ]
 
     def _embedding_rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows (n, hidden) of ids (n,), as read from host memory."""
         width: int = self._embedding.embedding_dim
-        return torch.empty(len(ids), width, dtype=self._dtype, device=ids.device)
-
-
-def _shared(batch: MicroBatch) -> SharedPrompts:
-    """Return keys for as many tokens as rows can have, half of them prompts: at least as many as in
-    any micro-batch."""
-    places = torch.arange(batch.input_ids.numel())
-    prompt = places[::2]
-    return SharedPrompts(places, places, prompt, prompt, *batch.bounds)
+        return torch.empty(len(ids), width, dtype=dtype_of(self._plan), device=ids.device)
 
 
 @dataclass(frozen=True)

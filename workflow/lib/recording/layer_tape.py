@@ -95,7 +95,7 @@ class Phases:
         for number, layer in enumerate(layers):
             layer.register_forward_pre_hook(partial(self._at_work, number))
             layer.register_forward_hook(partial(self._layer_ends, number))
-        training.register_forward_pre_hook(lambda *_: self._enter(FIRST_PHASE))
+        training.register_forward_pre_hook(self._forward_begins)
         embedding.register_forward_hook(lambda *_: self._enter("forward"))
         training.head_loss.register_forward_pre_hook(lambda *_: self._enter("loss"))
         training.head_loss.register_forward_hook(self._loss_made)
@@ -115,8 +115,14 @@ class Phases:
             # Later hooks of this tensor, such as FSDP2's, queue their callbacks later.
             loss.register_hook(lambda _: queue_callback(lambda: self._at_work(NONE)))
 
+    def _forward_begins(self, *_: Any) -> None:
+        self._tape.follows_tensors = False
+        self._enter(FIRST_PHASE)
+
     def _forward_ends(self, *_: Any) -> None:
         self._enter("backward")
+        if not torch.is_grad_enabled():
+            self._tape.layer, self._tape.follows_tensors = NONE, True
 
     def _enter(self, phase: str) -> None:
         if torch.is_grad_enabled():

@@ -1,7 +1,8 @@
-"""From a plan to a model ready to train, in the one right order; and its checks before step 1.
+"""From a plan to a model ready to train, in the one right order.
 
-quantized linears -> adapters -> fused layers -> activation checkpointing -> packed weights ->
-sharding -> memory -> weights -> adapter values."""
+quantized linears -> adapters -> fused layers -> loss -> activation checkpointing -> packed weights
+-> sharding -> memory -> weights -> adapter values -> loss scale and reference. `assemble_` is the
+part without values, which a recording shares; `complete_` is what needs them."""
 
 import logging
 from collections import Counter
@@ -42,8 +43,8 @@ from workflow.lib.model.nf4_model import build_nf4_on_meta, load_weights_, mater
 from workflow.lib.model.recomputation import checkpoint_activations_
 from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.objectives.from_settings import objective_of
+from workflow.lib.objectives.objective import Objective
 from workflow.lib.settings.config import LoraSettings, RunConfig
-from workflow.lib.settings.objectives import reads_start
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.training.start_adapter import load_start_
 from workflow.lib.training.start_reference import StartReference
@@ -138,33 +139,34 @@ def build_training_model(
         attention=plan.attention,
         attention_dropout=plan.attention_dropout,
     )
-    choice = plan.layers(len(decoder_layers(model)))
-    training, fused = adapt_(model, config.lora, plan, choice)
-    training.objective = objective_of(config.train.objective, config.preferences, config.distill)
-    if config.lora.dropout and not training.objective.dropout:
+    objective = objective_of(config.train.objective, config.preferences, config.distill)
+    if config.lora.dropout and not objective.dropout:
         logger.info(
             "lora.dropout = %g is off: train.objective = %s has no dropout, as in TRL",
             *(config.lora.dropout, config.train.objective),
         )
-    training.balance_routers_(config.train.router_aux_loss_coef)
-    if plan.shares_prompts and (obstacle := training.share_prompts_()):
-        logger.info("every document has its own prompt: %s", obstacle)
-    laid_out = lay_out_(training, plan, world, choice)
-    packed = laid_out.packed_layers
+    assembled = assemble_(
+        model,
+        plan,
+        world,
+        lora=config.lora,
+        objective=objective,
+        router_aux_loss_coef=config.train.router_aux_loss_coef,
+        choice=plan.layers(len(decoder_layers(model))),
+    )
+    training, packed = assembled.training, assembled.packed_layers
     materialize_(training, transformers_model=model, device=world.device)
     bytes_read = load_weights_(model, base, moved=moved)
     bytes_read += packed.load_(base, moved=moved) if packed else 0
-    if plan.offload_embedding:
-        training.rows_of = StoredRows(model, base, device=world.device, dtype=dtype)
     if start is None:
         init_adapters_(training, seed=config.train.seed, base=base)
     else:
         load_start_(training, start, config, base=base)
-    if dtype == torch.float16:
-        training.loss_scale = LossScale()
-    if reads_start(config.train.objective, config.preferences):
-        training.reference = StartReference(training)
-    return replace(laid_out, bytes_read=bytes_read, fused=fused, continues=start is not None)
+    rows_of = None
+    if plan.offload_embedding:
+        rows_of = StoredRows(model, base, device=world.device, dtype=dtype)
+    complete_(training, plan, rows_of=rows_of)
+    return replace(assembled, bytes_read=bytes_read, continues=start is not None)
 
 
 def dtype_of(plan: StepPlan) -> torch.dtype:
@@ -172,16 +174,24 @@ def dtype_of(plan: StepPlan) -> torch.dtype:
     return dtype
 
 
-def adapt_(
-    model: PreTrainedModel, lora: LoraSettings, plan: StepPlan, choice: LayerChoice
-) -> tuple[CausalLMForTraining, Counter[str]]:
-    """Give a meta-device NF4 model its adapters, its fused layers, its loss and its recomputation.
-    Return its training module, and the number of fused modules of each kind. Raises `UserError` if
-    the model has none of the targets."""
+def assemble_(
+    model: PreTrainedModel,
+    plan: StepPlan,
+    world: World,
+    *,
+    lora: LoraSettings,
+    objective: Objective,
+    router_aux_loss_coef: float | None,
+    choice: LayerChoice,
+) -> TrainingModel:
+    """Return the training model of a meta-device NF4 model: adapters, fused layers, loss,
+    recomputation, and its division between processes and host memory. Allocates and reads nothing.
+    Collective. choice: decoder layers of the plan's options. Raises `UserError` if the model has
+    none of the targets, or if a router or a float8 matmul cannot be trained."""
     adapted = inject_adapters(model, lora)
     # Before recurrent layers are divided by document: that replaces their forward.
     fused = fuse_layers_(model) if plan.fused_layers else Counter()
-    training = CausalLMForTraining(adapted, fused_head=plan.fused_loss)
+    training = CausalLMForTraining(adapted, fused_head=plan.fused_loss, objective=objective)
     if plan.offload_embedding:
         table = model.get_input_embeddings().weight
         assert not table.requires_grad, "preflight leaves a trained embedding on the device"
@@ -189,15 +199,9 @@ def adapt_(
     if choice.recomputed:
         checkpoint_activations_(model, choice.recomputed)
     training.multiply_in_(plan.matmul_dtype, plan.matmul_passes)
-    return training, fused
-
-
-def lay_out_(
-    training: CausalLMForTraining, plan: StepPlan, world: World, choice: LayerChoice
-) -> TrainingModel:
-    """Divide a meta-device model between processes and host memory by the plan, without allocating
-    or reading. Collective."""
-    model: PreTrainedModel = training.peft_model.get_base_model()  # type: ignore[operator]
+    training.balance_routers_(router_aux_loss_coef)
+    if plan.shares_prompts and (obstacle := training.share_prompts_()):
+        logger.info("every document has its own prompt: %s", obstacle)
     layers = decoder_layers(model)  # FSDP2 changes their classes
     keep_to_backward = not plan.reshard_after_forward
     packed = gather_layers_(
@@ -211,7 +215,23 @@ def lay_out_(
         )
         if plan.offload_activations is not True:  # else also before and after them
             training.activation_offload.follow_(layers, choice.activations_on_host)
-    return TrainingModel(training, units, 0, packed)
+    return TrainingModel(training, units, 0, packed, fused)
+
+
+def complete_(
+    training: CausalLMForTraining,
+    plan: StepPlan,
+    *,
+    rows_of: Callable[[torch.Tensor], torch.Tensor] | None,
+) -> None:
+    """Set the parts that need the trained values, which exist now; rows_of: embedding rows (n,
+    hidden) of ids (n,) from host memory, None where the device has the embedding."""
+    if rows_of is not None:
+        training.rows_of = rows_of
+    if plan.compute_dtype == "float16":
+        training.loss_scale = LossScale()
+    if plan.start_reference:
+        training.reference = StartReference(training)
 
 
 def _limit_memory(plan: StepPlan, device: torch.device) -> None:

@@ -17,40 +17,26 @@ import logging
 import math
 import resource
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
-from itertools import chain, islice
-from typing import Any, NamedTuple
+from functools import partial
+from itertools import islice
+from typing import Any, NamedTuple, Self
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from workflow.lib.artifacts.training_record import Step
-from workflow.lib.data.tokens.packing import text_lengths
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.world import World
-from workflow.lib.model.host_embedding import StoredRows
-from workflow.lib.model.layers.adapter_dropout import row_keys
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.loss.loss_scale import loss_scale_of
 from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.trained_modules import sum_copies_
 from workflow.lib.model.training_module import CausalLMForTraining, loss_in
 from workflow.lib.settings.config import TrainConfig
-from workflow.lib.settings.schedule import step_rows
 from workflow.lib.system.files import short_hash
-from workflow.lib.training.batches import (
-    RowGroup,
-    RowNumbers,
-    attention_costs,
-    micro_batches,
-    process_rows,
-    shared_lengths,
-)
 from workflow.lib.training.gradients import (
     LossSum,
     clip_gradients,
@@ -61,11 +47,10 @@ from workflow.lib.training.gradients import (
 from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs, forward_backward
 from workflow.lib.training.optimizers import ShardwiseOptimizer, learning_rate
 from workflow.lib.training.start_reference import with_references
+from workflow.lib.training.step_batches import StepBatches, StepRows, StoredBatches
 from workflow.lib.training.step_checks import Standstill, check_step
 
 logger = logging.getLogger("workflow")
-
-SHARED_MULTIPLE = 64  # of tokens in rows that share prompts, so that few shapes occur
 
 
 def make_optimizer(training: nn.Module, train: TrainConfig) -> ShardwiseOptimizer:
@@ -90,20 +75,6 @@ class StepNumbers(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StepRows:
-    step: int  # counts from 0
-    indices: npt.NDArray[np.int64]  # (global_batch_size,), the same on all processes
-    groups: list[RowGroup]  # of this process's micro-batches
-    trained_tokens: int  # over all processes
-    sizes: tuple[float, ...]  # of `Objective.step_sizes`
-
-    @property
-    def divisor(self) -> float:
-        """Of the summed loss of all processes; that of a step without weight is 0."""
-        return self.sizes[0] or 1.0
-
-
-@dataclass(frozen=True)
 class StepInProgress:
     """A step after some of its micro-batches, or none."""
 
@@ -116,7 +87,7 @@ class PendingScalars:
     """Numbers of the device in transfer to the host, in the order of the device's work."""
 
     def __init__(self, *numbers: torch.Tensor) -> None:
-        on_device = torch.stack([number.double() for number in numbers])
+        on_device = torch.cat([number.reshape(-1).double() for number in numbers])
         self._cuda = on_device.is_cuda
         self._copied = torch.cuda.Event() if self._cuda else None
         self._values = torch.empty_like(on_device, device="cpu", pin_memory=self._cuda)
@@ -138,41 +109,63 @@ class Trainer:
 
     training: CausalLMForTraining
     optimizer: ShardwiseOptimizer
-    store: TokenStore
+    batches: StepBatches
     settings: TrainConfig
-    micro_batch_size: int
     world: World
     graphs: MicroBatchGraphs | None = None
     """Launches micro-batches as CUDA graphs; None: Python launches each kernel."""
-    waited: Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]] = iter
-    """Passes micro-batches on, and may note the wait for each."""
 
-    def steps(self, *, first_step: int, num_steps: int, elapsed_s: float = 0.0) -> Iterator[Step]:
+    @classmethod
+    def over(
+        cls,
+        training: CausalLMForTraining,
+        optimizer: ShardwiseOptimizer,
+        store: TokenStore,
+        settings: TrainConfig,
+        micro_batch_size: int,
+        world: World,
+        graphs: MicroBatchGraphs | None = None,
+        waited: Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]] = iter,
+    ) -> Self:
+        """Return the trainer over the rows of `store`. waited: passes micro-batches on, and may
+        note the wait for each."""
+        batches = StoredBatches(
+            training,
+            store,
+            settings,
+            micro_batch_size,
+            world,
+            stay_on_host=graphs is not None,  # graphs copy them to their inputs
+            waited=waited,
+        )
+        return cls(training, optimizer, batches, settings, world, graphs)
+
+    def steps(self, *, first_step: int, num_steps: int, elapsed_s: float = 0.0) -> Generator[Step]:
         """Train from `first_step` (0-based) to `num_steps`; yield each step's metrics, equal on all
         processes. elapsed_s: training seconds of earlier invocations of this run. Raises
         `UserError` if the loss or the gradient is not finite, or the gradient is zero."""
         self.training.train()
         self._drop_gradients()  # of an unfinished step
-        batches = self._batches_ahead(range(first_step, num_steps))
+        batches = self.batches.ahead(range(first_step, num_steps))
         ahead: StepInProgress | None = None
         standstill = Standstill()
         for step in range(first_step, num_steps):
             began = time.monotonic()
-            current = ahead or self._start(step, batches)
+            current, ahead = ahead or self._start(step, batches), None
             rate = learning_rate(self.settings, step=step, num_steps=num_steps)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
-            result = self._finish_backward(current)
+            rows, result = current.rows, self._finish_backward(current)
+            del current  # its sums are freed before the next step begins
             ahead = self._prefetch(range(step + 1, num_steps), batches)
-            numbers = self._check_and_apply(current.rows, result, ahead)
+            numbers = self._check_and_apply(rows, result, ahead)
             standstill.note(numbers.grad_norm, step=step)
             peak = peak_bytes(self.world.device)
             seconds = time.monotonic() - began
             elapsed_s += seconds
-            rows = current.rows
-            tokens = len(rows.indices) * self.store.seq_len
+            tokens = len(rows.indices) * self.batches.seq_len
             scale = loss_scale_of(self.training)
-            told: dict[str, Any] = {
+            optional_metrics: dict[str, Any] = {
                 "router_aux_loss": numbers.router_aux_loss,
                 "repeats": None if scale is None else scale.repeats,
                 **numbers.figures,
@@ -187,7 +180,7 @@ class Trainer:
                 tokens_per_s=tokens / seconds,
                 peak_bytes=peak,
                 elapsed_s=elapsed_s,
-                **{name: number for name, number in told.items() if number is not None},
+                **{name: x for name, x in optional_metrics.items() if x is not None},
             )
         self.release_graphs()
 
@@ -201,66 +194,9 @@ class Trainer:
         if self.graphs is not None:
             self.graphs.release()
 
-    def _batches_ahead(self, steps: range) -> Iterator[MicroBatch]:
-        """Yield this process's micro-batches of all steps; the next one is made meanwhile."""
-        rows_of = self.training.rows_of
-        batches = micro_batches(
-            self.store,
-            chain.from_iterable(self._rows_of(step).groups for step in steps),
-            device=self.world.device,
-            look_up=rows_of.on_host if isinstance(rows_of, StoredRows) else None,
-            stay_on_host=self.graphs is not None,  # graphs copy them to their inputs
-            apart=self.training.recurrent_layers > 0,
-        )
-        return self.waited(batches)
-
-    @cached_property
-    def _row_costs(self) -> RowNumbers:
-        places = self.store.position_ids
-        return RowNumbers(self.store.num_rows, lambda rows: attention_costs(places[rows]))
-
-    @cached_property
-    def _shared_lengths(self) -> RowNumbers:
-        return RowNumbers(self.store.num_rows, partial(shared_lengths, self.store))
-
-    def _rows_of(self, step: int) -> StepRows:
-        indices = step_rows(
-            num_rows=self.store.num_rows,
-            global_batch_size=self.settings.global_batch_size,
-            seed=self.settings.seed,
-            step=step,
-        )
-        costs = self._row_costs.of(indices)
-        processes, size = self.world.size, self.micro_batch_size
-        by_process = np.stack(
-            [process_rows(indices, costs, rank=rank, size=processes) for rank in range(processes)]
-        )
-        own_indices = by_process[self.world.rank]
-        sizes = self.training.objective.step_sizes(self.store, indices)
-        groups = [
-            RowGroup(
-                part := own_indices[start : start + size],
-                row_keys(self.settings.seed, step=step, rows=part),
-                sizes,
-                self._row_tokens(by_process[:, start : start + size]),
-            )
-            for start in range(0, len(own_indices), size)
-        ]
-        trained_tokens = int(self.store.trained_tokens_per_row[indices].sum())
-        return StepRows(step, indices, groups, trained_tokens, sizes)
-
-    def _row_tokens(self, rows: npt.NDArray[np.int64]) -> int | None:
-        """Return the tokens of the longest of all processes' rows with shared prompts: processes
-        exchange equal numbers."""
-        if not self.training.shares_prompts:
-            return None
-        longest = int(self._shared_lengths.of(rows.flatten()).max())
-        seq_len: int = self.store.seq_len
-        return min(-(-longest // SHARED_MULTIPLE) * SHARED_MULTIPLE, seq_len)
-
     def _start(self, step: int, batches: Iterator[MicroBatch]) -> StepInProgress:
         """Return a step before its first micro-batch; it takes its micro-batches from `batches`."""
-        rows = self._rows_of(step)
+        rows = self.batches.rows(step)
         return self._in_progress(rows, islice(batches, len(rows.groups)))
 
     def _in_progress(
@@ -280,7 +216,7 @@ class Trainer:
         if self.training.router_balance is not None:
             self.training.router_balance.begin_step_(
                 divisor=rows.divisor,
-                tokens=self._text_tokens(rows.indices),
+                tokens=self.batches.text_tokens(rows),
                 device=self.world.device,
             )
         return StepInProgress(rows, batches, loss)
@@ -294,7 +230,7 @@ class Trainer:
             return batches
         with self.training.matmul_precision.in_eight_bits():
             references = self.training.reference.of_step(
-                self.training, rows, partial(self._micro_batches, rows)
+                self.training, rows, partial(self.batches.again, rows)
             )
         return with_references(batches, references)
 
@@ -303,10 +239,6 @@ class Trainer:
         batches = (batch for _, batch in self._step_batches(rows))
         with self.training.matmul_precision.in_eight_bits():
             return step_estimate(self.training, batches, divisor=rows.divisor, world=self.world)
-
-    def _text_tokens(self, rows: npt.NDArray[np.int64]) -> int:
-        store = self.store
-        return int(text_lengths(store.position_ids[rows], store.loss_mask[rows]).sum())
 
     def _prefetch(self, steps: range, batches: Iterator[MicroBatch]) -> StepInProgress | None:
         """Launch the first micro-batch of the first of these steps. Return None if there is none,
@@ -318,10 +250,10 @@ class Trainer:
             return None
         self._drop_gradients()
         current = self._start(steps[0], batches)
-        self._run(current, count=1)
+        self.run_micro_batches(current, count=1)
         return current
 
-    def _run(self, current: StepInProgress, *, count: int | None = None) -> None:
+    def run_micro_batches(self, current: StepInProgress, *, count: int | None = None) -> None:
         """Run the next `count` micro-batches of a step, by default all that are left."""
         with self.training.adapters.unchanged(), self.training.matmul_precision.in_eight_bits():
             current.loss.add(islice(current.batches, count))
@@ -329,7 +261,7 @@ class Trainer:
     def _finish_backward(self, current: StepInProgress) -> PendingScalars:
         """Run the rest of a step, clip its gradients, and begin its update; return its gradient
         norm before clipping, the routers' balance if there is one, its loss, and its figures."""
-        self._run(current)
+        self.run_micro_batches(current)
         result, scale = current.loss.value(), loss_scale_of(self.training)
         sum_copies_(self.training)
         if scale is not None:
@@ -343,7 +275,11 @@ class Trainer:
         self.optimizer.begin(unless=~healthy)
         balance = self.training.router_balance
         balances = [] if balance is None else [balance.value()]
-        return PendingScalars(norm, *balances, *result.reshape(-1))
+        return self.transfer(norm, *balances, result)
+
+    def transfer(self, *numbers: torch.Tensor) -> PendingScalars:
+        """Begin the transfer of a step's numbers to the host."""
+        return PendingScalars(*numbers)
 
     def _numbers(self, rows: StepRows, pending: PendingScalars) -> StepNumbers:
         """Wait for a step's numbers from the device."""
@@ -389,7 +325,7 @@ class Trainer:
         if not gradients_exist:  # not updated, so the weights are still the step's
             self.optimizer.zero_grad()
             batches = (batch for _, batch in self._step_batches(rows))
-            self._run(self._in_progress(rows, batches, by_graphs=False))
+            self.run_micro_batches(self._in_progress(rows, batches, by_graphs=False))
             sum_copies_(self.training)
         self._seed_dropout(rows)  # so that the search draws the same dropout
         with self.training.matmul_precision.in_eight_bits():
@@ -404,11 +340,8 @@ class Trainer:
 
     def _step_batches(self, rows: StepRows) -> Iterator[tuple[list[int], MicroBatch]]:
         numbers = ([int(number) for number in group.indices] for group in rows.groups)
-        batches = self._with_references(rows, self._micro_batches(rows))
+        batches = self._with_references(rows, self.batches.again(rows))
         yield from zip(numbers, batches, strict=True)
-
-    def _micro_batches(self, rows: StepRows) -> Iterator[MicroBatch]:
-        return micro_batches(self.store, rows.groups, device=self.world.device)
 
 
 def seed_dropout(seed: int, *, step: int, rank: int) -> None:

@@ -25,12 +25,14 @@ def token_losses(
 ) -> list[torch.Tensor]:
     """Return the objective's loss (n,) fp32 of each micro-batch's trained tokens, without dropout.
     Collective: all processes have equally many."""
-    was_training, trained_by = training.training, training.objective
+    was_training = training.training
     training.eval()
-    training.objective = TokenLosses(objective)
-    with forward_only(training), training.adapters.unchanged():
+    with (
+        training.with_objective(TokenLosses(objective)),
+        forward_only(training),
+        training.adapters.unchanged(),
+    ):
         losses = [training(batch)[1:] for batch in batches]
-    training.objective = trained_by
     training.train(was_training)
     return losses
 

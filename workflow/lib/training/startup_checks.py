@@ -420,15 +420,13 @@ def _loss(
 ) -> float:
     """Return the mean loss of a trained token of the first rows, divided among processes, for any
     objective. Collective."""
-    objective, training.objective = training.objective, NEXT_TOKEN
     count = math.ceil(TOKENS / store.seq_len / world.size)
     total = torch.zeros(2, dtype=torch.float64, device=world.device)
-    with forward_only(training), precision:
+    with training.with_objective(NEXT_TOKEN), forward_only(training), precision:
         for number in range(world.rank, count * world.size, world.size):
             row = np.array([number % store.num_rows])
             total[0] += training(stored_batch(store, row).to(world.device))
             total[1] += NEXT_TOKEN.step_sizes(store, row)[0]
             moved()
-    training.objective = objective
     dist.all_reduce(total)
     return float(total[0] / total[1])
