@@ -4,7 +4,7 @@ near."""
 import pytest
 
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.gpu_models import BY_NAME, MODELS, parse_gpu, parse_gpus
+from workflow.lib.system.gpu_models import BY_NAME, MODELS, OTHER_EXAMPLE, parse_gpu, parse_gpus
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,16 @@ from workflow.lib.system.gpu_models import BY_NAME, MODELS, parse_gpu, parse_gpu
 )
 def test_count_and_kind_are_read_from_what_people_write(text, count, name):
     assert parse_gpus(text, setting="--gpus") == (count, BY_NAME[name])
+
+
+def test_another_kind_has_its_figures_behind_its_name():
+    for text in (OTHER_EXAMPLE, f"1x{OTHER_EXAMPLE}"):
+        count, model = parse_gpus(text, setting="--gpus")
+        assert (count, model.name, model.memory_gib) == (1, OTHER_EXAMPLE, 15.7)
+        assert (model.flops, model.bandwidth, model.float8) == (97.5e12, 717e9, True)
+    assert parse_gpu(OTHER_EXAMPLE, setting="hardware.gpu_model") == model
+    with pytest.raises(UserError, match=r"figures behind its name: NVIDIA GeForce RTX 4080 \(15"):
+        parse_gpus("RTX 4080 (15.7 GiB)", setting="--gpus")
 
 
 def test_every_alias_means_one_gpu_only():

@@ -19,6 +19,7 @@ from workflow.lib.settings.config import Config, RunConfig, Section
 from workflow.lib.settings.effects import Affects, Stage
 from workflow.lib.settings.errors_in_words import is_section
 from workflow.lib.system.files import write_text
+from workflow.lib.system.gpu_models import MODELS, OTHER_EXAMPLE
 
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMA = ROOT / "workflow" / "docs" / "config.schema.json"
@@ -45,6 +46,16 @@ Batch sizes become `train.global_batch_size`: rows per GPU x accumulation x GPUs
 hub become `data.source` and a glob: compare it with their files.
 """
 
+GPUS_HEAD = f"""\
+## GPUs
+
+`hardware.gpu_model` and `--gpus` take these names. Another kind has its figures behind the driver's
+name: `{OTHER_EXAMPLE}`. They are the memory as PyTorch
+reports it, dense bf16 matmuls and memory bandwidth of its data sheet. A visible GPU needs no name.
+
+| name | GiB | TFLOP/s | GB/s | link |
+|---|---|---|---|---|"""
+
 # Words for the types and bounds of a JSON schema; {} is the bound.
 _TYPES = {
     "integer": "whole number",
@@ -65,7 +76,18 @@ _BOUNDS = {
 
 def configuration_md() -> str:
     """Return the reference as Markdown: key, value, default and effect by section."""
-    return "\n".join([TABLE_HEAD, *(_section_md(*section) for section in _sections(Config))])
+    sections = (_section_md(*section) for section in _sections(Config))
+    return "\n".join([TABLE_HEAD, *sections, _gpus_md()])
+
+
+def _gpus_md() -> str:
+    """Return the table of the kinds of GPU that predictions know."""
+    rows = (
+        f"| {', '.join(f'`{alias}`' for alias in gpu.aliases)} | {gpu.memory_gib:g} | "
+        f"{gpu.flops / 1e12:g} | {gpu.bandwidth / 1e9:,.0f} | {gpu.link.name} |"
+        for gpu in MODELS
+    )
+    return "\n".join([GPUS_HEAD, *rows, ""])
 
 
 def schema_json() -> str:

@@ -366,9 +366,9 @@ class HardwareConfig(Section):
     nodes: int = Field(1, ge=1, le=512)
     """Machines that train one run together; more than one needs a cluster profile (`--profile
     workflow/profiles/slurm`)."""
-    gpu_model: str | None = Field(None, min_length=1, max_length=64)
+    gpu_model: str | None = Field(None, min_length=1, max_length=128)
     """GPUs to plan for if none is visible (a login node), like `H100` or `A100 40GB`; null = only
-    visible ones."""
+    visible ones. Another kind has its figures behind its name, as below."""
     cpu_processes: int = Field(2, ge=1, le=64)
     """Processes (gloo ranks) per node of a run on CPUs."""
     gpu_memory_gib: Gib | Literal["auto"] = "auto"

@@ -17,6 +17,12 @@ from workflow.lib.system.errors import setting_error
 COUNT_BEFORE = re.compile(r"(?P<count>[0-9]{1,9})\s*[x*]\s*(?P<kind>.+)", re.IGNORECASE)
 COUNT_BEHIND = re.compile(r"(?P<kind>.+?)\s*[x*:]\s*(?P<count>[0-9]{1,9})", re.IGNORECASE)
 FORM = "Write the number and the kind like 2x4090"
+NUMBER = r"([0-9]+(?:[.][0-9]+)?)"
+# Any other kind: its name, and its figures as `MODELS` has them. The link is PCIe 4.0.
+OTHER_KIND = re.compile(
+    rf"(?![0-9]+\s*[x*])([^()]+?)\s*\({NUMBER} ?GiB, ?{NUMBER} ?TFLOP/s, ?{NUMBER} ?GB/s\)"
+)
+OTHER_EXAMPLE = "NVIDIA GeForce RTX 4080 (15.7 GiB, 97.5 TFLOP/s, 717 GB/s)"
 MOST_GPUS = 4096
 AMPERE = ("RTX 3090", "RTX A5000", "RTX A6000", "A100")  # compute capability 8.0 and 8.6
 
@@ -103,23 +109,22 @@ def parse_gpus(text: str, *, setting: str) -> tuple[int, GpuModel]:
     """Return number and kind of GPUs in `2x4090`, `8 x H100`, `4090:2` or `A100`. Raises
     `UserError`, naming `setting`, for an absurd count, an unknown kind or an ambiguous text."""
     readings = list(dict.fromkeys(_readings(text.strip())))
-    models = _models_by_plain_name()
-    right = [(count, kind) for count, kind in readings if _plain(kind) in models]
+    right = [(count, model) for count, kind in readings if (model := model_named(kind))]
     if len(right) > 1:
         raise setting_error(setting, text, "either number can be the kind", FORM)
     if not right:
         *counted, plain = readings
         kinds = [kind for _, kind in counted or [plain]]
         raise setting_error(setting, text, *_unknown_kind(max(kinds, key=len)))
-    ((count, kind),) = right
+    ((count, model),) = right
     if not 1 <= count <= MOST_GPUS:
         raise setting_error(setting, text, f"the number of GPUs must be 1 to {MOST_GPUS}", FORM)
-    return count, models[_plain(kind)]
+    return count, model
 
 
 def parse_gpu(text: str, *, setting: str) -> GpuModel:
     """Return the kind of GPU of a setting; raises `UserError` as `parse_gpus`."""
-    if model := _models_by_plain_name().get(_plain(text)):
+    if model := model_named(text):
         return model
     _, model = parse_gpus(text, setting=setting)
     raise setting_error(
@@ -128,6 +133,15 @@ def parse_gpu(text: str, *, setting: str) -> GpuModel:
         "it is the kind of GPU alone",
         f"Set it to {model.aliases[0]}, and hardware.gpus to the number of a node",
     )
+
+
+def model_named(name: str) -> GpuModel | None:
+    """Return the GPU of a driver's name, an alias, or a name with figures; None if unknown."""
+    if model := _models_by_plain_name().get(_plain(name)):
+        return model
+    if (match := OTHER_KIND.fullmatch(name)) is None:
+        return None
+    return _model(name, *map(float, match.groups()[1:]), PCIE_4, match[1])
 
 
 def _readings(text: str) -> Iterator[tuple[int, str]]:
@@ -147,7 +161,10 @@ def _unknown_kind(kind: str) -> tuple[str, str]:
     near = difflib.get_close_matches(_plain(kind), models, n=3, cutoff=0.3)
     names = list(dict.fromkeys(models[key].aliases[0] for key in near))
     names = names or [model.aliases[0] for model in MODELS]
-    return f"no GPU of the name {kind!r} is known", f"{FORM}. Did you mean {', '.join(names)}"
+    return f"no GPU of the name {kind!r} is known", (
+        f"{FORM}. Did you mean {', '.join(names)}? Another kind has its figures behind its name: "
+        f"{OTHER_EXAMPLE}"
+    )
 
 
 def _plain(name: str) -> str:

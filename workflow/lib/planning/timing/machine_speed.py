@@ -10,7 +10,7 @@ from workflow.lib.planning.timing.rates import BFLOAT16_SPEEDUP, CPU, CpuRates, 
 from workflow.lib.planning.timing.step_time import Clock, Parts, Spread, cpu_seconds
 from workflow.lib.planning.work import Work
 from workflow.lib.step_plan.plan import StepPlan
-from workflow.lib.system.gpu_models import BY_NAME
+from workflow.lib.system.gpu_models import BY_NAME, model_named
 
 # An unknown GPU is ranked as if it were this one; only the order of plans depends on it.
 STAND_IN = "NVIDIA A100-SXM4-80GB"
@@ -48,7 +48,7 @@ def speed_of(machine: Machine, *, compute_bytes: int = 4) -> Speed:
     if not names:
         return _cpu_speed(machine, compute_bytes=compute_bytes)
     clocks = tuple(_clock(machine, name) for name in names)
-    unknown = [name for name in names if name not in BY_NAME and name not in machine.probes]
+    unknown = [name for name in names if model_named(name) is None and name not in machine.probes]
     if unknown:
         missing = ", ".join(unknown)
         basis = f"unknown: no speed is recorded for {missing} (`{COMMAND}` measures it there)"
@@ -59,7 +59,7 @@ def speed_of(machine: Machine, *, compute_bytes: int = 4) -> Speed:
 
 
 def _clock(machine: Machine, name: str) -> Clock:
-    gpu, probe = BY_NAME.get(name, BY_NAME[STAND_IN]), machine.probes.get(name)
+    gpu, probe = model_named(name) or BY_NAME[STAND_IN], machine.probes.get(name)
     fabric = fabric_of(gpu, gpus_per_node=machine.processes_per_node)
     if probe is not None and (collective := probe.rates.get("collective")):
         fabric = replace(fabric, local=collective / fabric.attained)
