@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from tests.model.architecture.test_adapter_config import OLD
+from tests.checkpoints.files.test_adapter_config import OLD
 from workflow.lib.artifacts import layout
 from workflow.lib.artifacts.starts import with_starts
 from workflow.lib.settings.config import RunConfig, load_config

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.model.architecture.test_adapter_config import OLD
+from tests.checkpoints.files.test_adapter_config import OLD
 from tests.support.hub_server import HubRepo, start_hub
 from tests.support.preflight_examples import TINY
 from tests.support.shared import reserved_ports

@@ -189,10 +189,10 @@ def read_cases(path: str | None) -> dict[str, CaseEntry]:
 
 def _entry(name: str, entry: Any, file: Path) -> CaseEntry:
     case = validated(CaseEntry, entry or {}, headline=f"case {name} of {file}:")
-    wrong = sorted(CHOICE & case.benchmark.keys())
-    if wrong:
+    forbidden = sorted(CHOICE & case.benchmark.keys())
+    if forbidden:
         raise UserError(
-            f"case {name} of {file}: benchmark.{wrong[0]} is not a case's own. Remove it."
+            f"case {name} of {file}: benchmark.{forbidden[0]} is not a case's own. Remove it."
         )
     return case
 
@@ -272,6 +272,6 @@ def model_config(sizes: BenchmarkConfig) -> dict[str, Any]:
 
 def _first_layers(config: Mapping[str, Any], layers: int | None) -> dict[str, Any]:
     """Return the entries of a config.json with the kind of every layer, for the first ones."""
-    whole = config.get("num_hidden_layers")
-    named = {key: value for key, value in config.items() if isinstance(value, list | str)}
-    return {key: value[:layers] for key, value in named.items() if len(value) == whole}
+    num_layers = config.get("num_hidden_layers")
+    sized = {key: value for key, value in config.items() if isinstance(value, list | str)}
+    return {key: value[:layers] for key, value in sized.items() if len(value) == num_layers}

@@ -83,12 +83,12 @@ def measure(jobs: Sequence[Job]) -> Iterator[Measurement | None]:
     ):
         for job in jobs:
             pulse.phase("loading")
-            seen = Observed()
+            observed = Observed()
             try:
-                _train(job, RunConfig.model_validate(job.run), world, seen, pulse)
+                _train(job, RunConfig.model_validate(job.run), world, observed, pulse)
             except torch.OutOfMemoryError as error:
                 raise UserError(f"{OUT_OF_MEMORY}: {error}") from None
-            everyone = world.gathered(seen)
+            everyone = world.gathered(observed)
             if world.device.type == "cuda":  # for the next measurement of this process
                 gc.collect()
                 torch.cuda.empty_cache()
@@ -101,41 +101,41 @@ def together(everyone: Sequence[Observed], job: Job) -> Measurement:
     timed = main.step_s[len(main.step_s) // 3 :]
     tokens = job.plan.micro_batch_size * job.plan.accumulation_steps * job.run["data"]["seq_len"]
     pairs_per_s = job.pairs and job.pairs / len(everyone) / statistics.median(timed)
-    largest = {name: max(getattr(seen, name) for seen in everyone) for name in LARGEST}
+    largest = {name: max(getattr(observed, name) for observed in everyone) for name in LARGEST}
     return Measurement(
         **dict(main) | largest,
         tokens_per_s_per_process=tokens * len(timed) / sum(timed),
         pairs_per_s_per_process=pairs_per_s,
-        allocated_bytes_by_process=[seen.allocated_bytes for seen in everyone],
-        reserved_bytes_by_process=[seen.reserved_bytes for seen in everyone],
+        allocated_bytes_by_process=[observed.allocated_bytes for observed in everyone],
+        reserved_bytes_by_process=[observed.reserved_bytes for observed in everyone],
     )
 
 
-def start_training(seen: Observed) -> None:
+def start_training(observed: Observed) -> None:
     """Note the peak so far, and reset it."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        seen.setup_allocated_bytes = torch.cuda.max_memory_allocated()
+        observed.setup_allocated_bytes = torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()
 
 
-def end_training(seen: Observed) -> None:
+def end_training(observed: Observed) -> None:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        seen.allocated_bytes = torch.cuda.max_memory_allocated()
-        seen.reserved_bytes = torch.cuda.max_memory_reserved()
-    seen.host_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        observed.allocated_bytes = torch.cuda.max_memory_allocated()
+        observed.reserved_bytes = torch.cuda.max_memory_reserved()
+    observed.host_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _train(job: Job, config: RunConfig, world: World, seen: Observed, pulse: Pulse) -> None:
-    """Build, check and train the job's model; fill `seen` with the measurement. Collective."""
+def _train(job: Job, config: RunConfig, world: World, observed: Observed, pulse: Pulse) -> None:
+    """Build, check and train the job's model; fill `observed` with the measurement. Collective."""
     plan = job.plan
     store = _rows(job, config)
     if world.device.type == "cuda":  # without those of the case before
         torch.cuda.reset_peak_memory_stats()
-    model = _load(job, config, world, seen)
+    model = _load(job, config, world, observed)
     if job.pairs is not None:
         store = store.with_scores(_ScoresOfStart.of(model.training, store, world))
     if job.check_bytes:
-        seen.checks = startup_checks(model, store, Path(job.base), world)
+        observed.checks = startup_checks(model, store, Path(job.base), world)
     trainer = Trainer.over(
         model.training,
         make_optimizer(model.training, config.train),
@@ -145,16 +145,16 @@ def _train(job: Job, config: RunConfig, world: World, seen: Observed, pulse: Pul
         world,
         MicroBatchGraphs(model.training, world) if plan.graphed else None,
     )
-    start_training(seen)
+    start_training(observed)
     ended_s = 0.0
     for metrics in trainer.steps(first_step=0, num_steps=plan.num_steps):
         pulse.step(metrics.step + 1)
-        seen.step_s.append(metrics.elapsed_s - ended_s)
-        seen.losses.append(metrics.loss)
-        seen.grad_norms.append(metrics.grad_norm)
+        observed.step_s.append(metrics.elapsed_s - ended_s)
+        observed.losses.append(metrics.loss)
+        observed.grad_norms.append(metrics.grad_norm)
         ended_s = metrics.elapsed_s
-    end_training(seen)
-    seen.graphs_off = trainer.graphs_off
+    end_training(observed)
+    observed.graphs_off = trainer.graphs_off
 
 
 def _rows(job: Job, config: RunConfig) -> TokenStore:
@@ -189,15 +189,15 @@ class _ScoresOfStart:
         return Scores(np.concatenate([self._by_row[int(row)] for row in indices]))
 
 
-def _load(job: Job, config: RunConfig, world: World, seen: Observed) -> TrainingModel:
+def _load(job: Job, config: RunConfig, world: World, observed: Observed) -> TrainingModel:
     """Return the model; note its attention, the seconds of loading and the bytes. Collective."""
     base = Path(job.base)
     plan = plan_of_device(job.plan, base, config, world)
-    seen.attention = plan.attention
+    observed.attention = plan.attention
     began = time.monotonic()
     model = build_training_model(base, config, plan, world)
     synchronize(world.device)
-    seen.load_s, seen.bytes_read = time.monotonic() - began, model.bytes_read
+    observed.load_s, observed.bytes_read = time.monotonic() - began, model.bytes_read
     return model
 
 

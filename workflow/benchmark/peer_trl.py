@@ -85,30 +85,30 @@ class Watch(TrainerCallback):
     ended.
     """
 
-    def __init__(self, seen: Observed, device: torch.device, pulse: Pulse) -> None:
-        self._seen, self._device, self._pulse = seen, device, pulse
+    def __init__(self, observed: Observed, device: torch.device, pulse: Pulse) -> None:
+        self._observed, self._device, self._pulse = observed, device, pulse
         self._began = 0.0
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        start_training(self._seen)
+        start_training(self._observed)
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self._pulse.step(len(self._seen.step_s) + 1)
+        self._pulse.step(len(self._observed.step_s) + 1)
         synchronize(self._device)
         self._began = time.monotonic()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         synchronize(self._device)
-        self._seen.step_s.append(time.monotonic() - self._began)
+        self._observed.step_s.append(time.monotonic() - self._began)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if logs and "grad_norm" in logs:
-            self._seen.losses.append(float(logs["loss"]))
-            self._seen.grad_norms.append(float(logs["grad_norm"]))
+            self._observed.losses.append(float(logs["loss"]))
+            self._observed.grad_norms.append(float(logs["grad_norm"]))
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         self._pulse.phase("ending")
-        end_training(self._seen)
+        end_training(self._observed)
 
 
 def measure(job_file: Path, output: Path) -> None:
@@ -124,16 +124,16 @@ def measure(job_file: Path, output: Path) -> None:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
         cap_memory(job.plan, device)
-    seen = Observed()
+    observed = Observed()
     try:
         with Pulse(rank=int(os.environ["RANK"]), start_s=job.timeout_s, step_s=STEP_S) as pulse:
-            train(job, config, device, seen, pulse)
+            train(job, config, device, observed, pulse)
     except torch.OutOfMemoryError as error:
         raise UserError(f"{OUT_OF_MEMORY}: {error}") from None
-    everyone = [seen]
+    everyone = [observed]
     if dist.is_initialized():
         everyone *= dist.get_world_size()
-        dist.all_gather_object(everyone, seen)
+        dist.all_gather_object(everyone, observed)
     if int(os.environ["RANK"]) == 0:
         write_checked_json(output / f"{key}.json", together(everyone, job).as_json())
     if dist.is_initialized():
@@ -147,21 +147,23 @@ def cap_memory(plan: StepPlan, device: torch.device) -> None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, plan.gpu_memory_bytes / total))
 
 
-def train(job: Job, config: RunConfig, device: torch.device, seen: Observed, pulse: Pulse) -> None:
+def train(
+    job: Job, config: RunConfig, device: torch.device, observed: Observed, pulse: Pulse
+) -> None:
     assert job.peer is not None, "the benchmark starts this for peers alone"
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    seen.attention = "flash_attention_2" if is_flash_attn_2_available() else "sdpa"
+    observed.attention = "flash_attention_2" if is_flash_attn_2_available() else "sdpa"
     sharded = job.peer["strategy"] in VERSIONS and int(os.environ["WORLD_SIZE"]) > 1
     if sharded:
         os.environ |= FSDP | VERSIONS[job.peer["strategy"]]
         os.environ["FSDP_ACTIVATION_CHECKPOINTING"] = str(job.peer["checkpointing"]).lower()
     began = time.monotonic()
     model = AutoModelForCausalLM.from_pretrained(
-        job.base, dtype=dtype, attn_implementation=seen.attention,
+        job.base, dtype=dtype, attn_implementation=observed.attention,
         device_map={"": device.index if device.type == "cuda" else "cpu"},
     )  # fmt: skip
-    seen.load_s = time.monotonic() - began
-    seen.bytes_read = sum(path.stat().st_size for path in Path(job.base).glob("*.safetensors"))
+    observed.load_s = time.monotonic() - began
+    observed.bytes_read = sum(path.stat().st_size for path in Path(job.base).glob("*.safetensors"))
     if sharded:
         layer = next(iter(model._no_split_modules or ()))
         os.environ["FSDP_TRANSFORMER_CLS_TO_WRAP"] = str(layer)
@@ -175,7 +177,7 @@ def train(job: Job, config: RunConfig, device: torch.device, seen: Observed, pul
                 r=config.lora.r, lora_alpha=int(config.lora.alpha), lora_dropout=0.0, bias="none",
                 target_modules="all-linear", task_type="CAUSAL_LM",
             ),
-            callbacks=[Watch(seen, device, pulse)],
+            callbacks=[Watch(observed, device, pulse)],
         )  # fmt: skip
         if sharded and trainer.accelerator.distributed_type != DistributedType.FSDP:
             kind = trainer.accelerator.distributed_type.value
@@ -185,7 +187,9 @@ def train(job: Job, config: RunConfig, device: torch.device, seen: Observed, pul
             )
         total = parameter_bytes(model)
         trainer.train()
-        seen.checks = [held(parameter_bytes(trainer.model_wrapped), total, sharded=sharded)]
+        observed.checks = [
+            share_check(parameter_bytes(trainer.model_wrapped), total, sharded=sharded)
+        ]
 
 
 def parameter_bytes(model: torch.nn.Module) -> int:
@@ -194,7 +198,7 @@ def parameter_bytes(model: torch.nn.Module) -> int:
     return sum(part.numel() * part.element_size() for part in parts)
 
 
-def held(held_bytes: int, total: int, *, sharded: bool) -> Check:
+def share_check(held_bytes: int, total: int, *, sharded: bool) -> Check:
     """Return a check whether the processes share the parameters: packed weights may have stayed
     whole on each.
     """
@@ -212,19 +216,19 @@ def arguments(
     assert job.peer is not None
     if job.pairs is None:
         kind: Any = SFTConfig
-        own: dict[str, Any] = {"packing": False}
+        options: dict[str, Any] = {"packing": False}
         batch, accumulated = job.plan.micro_batch_size, job.plan.accumulation_steps
     else:
         kind = DPOConfig
-        own = {"precompute_ref_log_probs": True, "beta": config.preferences.beta or BETA}
-        own |= {"train_sampling_strategy": "sequential"} if job.peer["by_length"] else {}
+        options = {"precompute_ref_log_probs": True, "beta": config.preferences.beta or BETA}
+        options |= {"train_sampling_strategy": "sequential"} if job.peer["by_length"] else {}
         batch = job.peer["pairs"]
         accumulated = job.pairs // (batch * int(os.environ["WORLD_SIZE"]))
     return kind(
         output_dir=folder,
         per_device_train_batch_size=batch,
         gradient_accumulation_steps=accumulated,
-        **own,
+        **options,
         max_steps=job.plan.num_steps,
         max_length=config.data.seq_len,
         learning_rate=config.train.learning_rate,

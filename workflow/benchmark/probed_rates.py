@@ -67,12 +67,12 @@ def _matmul(
 ) -> Measured:
     """FLOP/s of x W^T over the shapes of a layer, in and out."""
     flop, seconds = 0.0, [0.0] * TIMES
-    one = torch.ones((), device=device)
+    unit_scale = torch.ones((), device=device)
     for width, out in shapes:
         x, weight = (torch.randn(n, width, device=device).to(dtype) for n in (tokens, out))
         call = partial(torch.matmul, x, weight.t())
         if dtype.itemsize == 1:
-            in_8_bits = partial(torch._scaled_mm, scale_a=one, scale_b=one)
+            in_8_bits = partial(torch._scaled_mm, scale_a=unit_scale, scale_b=unit_scale)
             call = partial(in_8_bits, x, weight.t(), out_dtype=torch.bfloat16)
         flop += 2.0 * tokens * width * out
         seconds = [sum(pair) for pair in zip(seconds, timed(call), strict=True)]
@@ -89,12 +89,12 @@ def _attention(device: torch.device, documents: int, length: int) -> Measured:
     bounds = torch.arange(documents + 1, device=device, dtype=torch.int32) * length
     gradient = torch.ones_like(q)
 
-    def both() -> None:
+    def forward_and_backward() -> None:
         out = varlen_attn(q, k, v, bounds, bounds, length, length, window_size=(-1, 0))
         torch.autograd.grad(out, inputs, gradient)
 
     flop = 3.5 * 4.0 * documents * length * HEADS * HEAD * (length + 1) / 2
-    return _rate(flop, _by_graph(both, 3))
+    return _rate(flop, _by_graph(forward_and_backward, 3))
 
 
 def _decoding(device: torch.device) -> Measured:
@@ -105,8 +105,10 @@ def _decoding(device: torch.device) -> Measured:
     return _rate(2.5 * out.numel(), _by_graph(decode))
 
 
-def _addition(device: torch.device, moved: int) -> Callable[[], object]:
-    x, y, out = (torch.ones(moved // 6, device=device, dtype=torch.bfloat16) for _ in range(3))
+def _addition(device: torch.device, moved_bytes: int) -> Callable[[], object]:
+    x, y, out = (
+        torch.ones(moved_bytes // 6, device=device, dtype=torch.bfloat16) for _ in range(3)
+    )
     return partial(torch.add, x, y, out=out)
 
 

@@ -42,15 +42,15 @@ def write_random_base(
         model = build_on_meta(partial, dtype=torch.bfloat16)
         linears, stacks = quantizable_linears(model), expert_stacks(model)
         draw = torch.Generator().manual_seed(SEED)
-        made: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}
+        tensors: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}
         writer = ShardWriter(partial, shard_bytes=SHARD_BYTES)
         sizes: dict[str, tuple[int, ...]] = {**linears, **{p: s.shape for p, s in stacks.items()}}
         for path, size in sizes.items():
-            if size not in made:
-                made[size] = _packed(size, draw, settings)
+            if size not in tensors:
+                tensors[size] = _packed(size, draw, settings)
                 if float_storage:
-                    made[size]["weight"] = as_bfloat16(made[size]["weight"])
-            writer.add({f"{path}.{suffix}": part.clone() for suffix, part in made[size].items()})
+                    tensors[size]["weight"] = as_bfloat16(tensors[size]["weight"])
+            writer.add({f"{path}.{suffix}": part.clone() for suffix, part in tensors[size].items()})
         for name, param in (*model.named_parameters(), *stored_buffers(model)):
             if name not in stacks and name.removesuffix(".weight") not in linears:
                 value = _random(tuple(param.shape), draw)

@@ -29,18 +29,18 @@ FORMATS = {
 
 def read_datasets(draft: Draft) -> None:
     """Set the training and the held-out data, and which tokens are trained."""
-    trainer, own = draft.source.trainer, draft.own
+    trainer, trainer_table = draft.source.trainer, draft.own_table
     on = {key: draft.get(key) for key in MASKS}
-    loss_on: str = own.loss_on
+    loss_on: str = trainer_table.loss_on
     if on["mask_history"]:
         loss_on = "last_turn"
     elif on["train_on_inputs"] or on["train_on_prompt"]:
         loss_on = "all"
     elif any(on[key] is not None for key in ANSWERS_ALONE):
         loss_on = "completions" if any(on[key] for key in ANSWERS_ALONE) else "all"
-    elif own.loss_note and draft.objective == "sft":
+    elif trainer_table.loss_note and draft.objective == "sft":
         draft.outcomes.append(
-            Outcome("by default", (), f"data.loss_on = {loss_on!r}: {own.loss_note}")
+            Outcome("by default", (), f"data.loss_on = {loss_on!r}: {trainer_table.loss_note}")
         )
     draft.put("data.loss_on", loss_on if draft.objective == "sft" else "completions", *MASKS)
     if trainer == "axolotl":
@@ -50,10 +50,12 @@ def read_datasets(draft: Draft) -> None:
     else:
         keys = ("dataset_name", "dataset_config", "dataset_train_split", "data_files")
         name, config, split, files = map(draft.get, keys)
-        one = [{"path": name, "name": config, "split": split, "data_files": files}] if name else []
+        hub_entry = (
+            [{"path": name, "name": config, "split": split, "data_files": files}] if name else []
+        )
         column = draft.get("dataset_text_field")
         columns = {"text": column} if column not in (None, "text") else {}
-        entries = [*one, *_entries(draft, "datasets")]
+        entries = [*hub_entry, *_entries(draft, "datasets")]
         sources = [_source(entry, columns) for entry in entries]
         _put(draft, "train", sources, *keys, "datasets", "dataset_text_field")
     share = draft.number("val_set_size") or 0
@@ -82,19 +84,19 @@ def _axolotl(draft: Draft) -> None:
 def _axolotl_source(draft: Draft, entry: dict[str, Any]) -> dict[str, Any]:
     kind = entry.get("type")
     fields = entry | kind if isinstance(kind, dict) else entry
-    columns = {role: fields[key] for key, role in draft.own.columns.items() if key in fields}
+    columns = {role: fields[key] for key, role in draft.own_table.columns.items() if key in fields}
     if draft.objective != "sft" and "messages" in columns:
         columns["prompt"] = columns.pop("messages")
     source = _source(entry, columns)
     word = re.split(r"[.:]", kind)[0] if isinstance(kind, str) else ""
     if draft.objective == "sft" and word in FORMATS:
         source["format"] = FORMATS[word]
-    taken = {"path", "name", "data_files", "revision", *draft.own.columns}
+    read_keys = {"path", "name", "data_files", "revision", *draft.own_table.columns}
     if "weight" in source or entry.get("split") == "train":
-        taken.add("split")
+        read_keys.add("split")
     if word in FORMATS and word != "alpaca":
-        taken.add("type")
-    draft.add("datasets.", {key: value for key, value in fields.items() if key not in taken})
+        read_keys.add("type")
+    draft.add("datasets.", {key: value for key, value in fields.items() if key not in read_keys})
     return source
 
 
@@ -132,7 +134,9 @@ def _llama_factory(draft: Draft) -> None:
     folder = next((candidate for candidate in folders if (candidate / INFO).is_file()), folder)
     info = _dataset_info(folder / INFO) if (folder / INFO).is_file() else {}
     for key, setting in (("dataset", "train"), ("eval_dataset", "heldout")):
-        sources = [_listed(name, info, draft.own.columns, folder) for name in draft.texts(key)]
+        sources = [
+            _listed(name, info, draft.own_table.columns, folder) for name in draft.texts(key)
+        ]
         if sources or setting == "train":
             _put(draft, setting, sources, key)
     if draft.get("objective") == "pt":
@@ -166,14 +170,14 @@ def _put(draft: Draft, setting: str, sources: list[dict[str, Any]], *keys: str) 
     """Set `data.train` or `data.heldout`; datasets of several repositories become folders."""
     data = draft.document.setdefault("data", {})
     hubs = {source.get("repository") for source in sources}
-    one = len(hubs) == 1 and data.get("source") in (None, *hubs)
+    is_one_hub = len(hubs) == 1 and data.get("source") in (None, *hubs)
     entries, notes = list[Any](), list[str]()
     for source in sources:
         hub, revision, paths = (
             source.pop(key, None) for key in ("repository", "revision", "paths")
         )
         notes += [source.pop("note")] if "note" in source else []
-        if hub and one:
+        if hub and is_one_hub:
             data |= {"source": hub} | ({"revision": revision} if revision else {})
             notes.append(f"files of data.source = {hub}; compare with its list of files")
         elif hub:
@@ -192,5 +196,5 @@ def _put(draft: Draft, setting: str, sources: list[dict[str, Any]], *keys: str) 
     draft.put(f"data.{setting}", value, *keys, how=how)
     if setting == "train":
         data["name"] = label(
-            str(next(iter(hubs)) if one and None not in hubs else draft.source.file.stem)
+            str(next(iter(hubs)) if is_one_hub and None not in hubs else draft.source.file.stem)
         )

@@ -27,7 +27,7 @@ class Draft:
 
     def __init__(self, source: Source, *, gpus: int | None) -> None:
         self.source, self.gpus = source, gpus
-        self.own, self.shared = table(source.trainer), table("transformers")
+        self.own_table, self.shared_table = table(source.trainer), table("transformers")
         self.objective: ObjectiveName = "sft"
         self.document: dict[str, dict[str, Any]] = {}
         self.outcomes: list[Outcome] = []
@@ -36,7 +36,7 @@ class Draft:
         self._values: dict[str, Any] = {}
         self._read, self._settled, self._noted = set[str](), set[str](), set[str]()
         for key, value in source.values.items():
-            if isinstance(value, dict) and key in self.shared.below:
+            if isinstance(value, dict) and key in self.shared_table.below:
                 self.add(f"{key}.", value)
             else:
                 self.add("", {key: value})
@@ -45,13 +45,13 @@ class Draft:
         """Add keys. Raises `UserError` for two of one meaning."""
         for key, value in values.items():
             spelled = f"{prefix}{key}"
-            name = self.own.called.get(spelled, spelled)
-            if spelled not in self.own.called and spelled in self.own.called.values():
+            name = self.own_table.called.get(spelled, spelled)
+            if spelled not in self.own_table.called and spelled in self.own_table.called.values():
                 name = f"{spelled} of another trainer"
             earlier = self._values.get(name)
             if value not in (*OFF, earlier) and earlier not in OFF and not prefix:
-                where, other = f"{self.source.file}: {spelled}", self.spelled[name]
-                raise setting_error(where, value, f"{other} means the same", "Remove one of them")
+                where, first = f"{self.source.file}: {spelled}", self.spelled[name]
+                raise setting_error(where, value, f"{first} means the same", "Remove one of them")
             names = [self.spelled[name]] if name in self.spelled and not prefix else []
             self.spelled[name] = ", ".join([*names, spelled])
             if value is not None and earlier in OFF:
@@ -66,8 +66,8 @@ class Draft:
         """Return the file's value, else the trainer's default."""
         if self.has(key):
             return self._values[key]
-        preferences = {} if self.objective == "sft" else self.own.defaults_of_preferences
-        defaults = self.shared.defaults | self.own.defaults | preferences
+        preferences = {} if self.objective == "sft" else self.own_table.defaults_of_preferences
+        defaults = self.shared_table.defaults | self.own_table.defaults | preferences
         return defaults.get(key)
 
     def number(self, key: str) -> Any:
@@ -120,21 +120,23 @@ class Draft:
     def refuse(self, key: str, why: str) -> None:
         """Note that no config can replace this key, or its absence."""
         value = f"= {self._values[key]!r}"[:SHOWN_CHARS] if key in self._values else "is not given"
-        usual = next((name for name, canonical in self.own.called.items() if canonical == key), key)
+        usual = next(
+            (name for name, canonical in self.own_table.called.items() if canonical == key), key
+        )
         name = f"{self.spelled.get(key, usual)} {value}"
         self._noted.add(key)
         self.outcomes.append(Outcome("refused", (name,), why))
 
     def follow_tables(self) -> None:
         """Set, or account for, all keys without a rule."""
-        for name, setting in (self.shared.same | self.own.same).items():
+        for name, setting in (self.shared_table.same | self.own_table.same).items():
             if name not in self._settled | self._noted and self.get(name) is not None:
                 self.put(setting, self.get(name), name)
-        for name, words in (self.shared.words | self.own.words).items():
+        for name, words in (self.shared_table.words | self.own_table.words).items():
             if name not in self._settled | self._noted and self.get(name) not in OFF:
                 self._translate(name, words)
-        reasons = self.shared.accounts() | self.own.accounts()
-        valid_keys = {*self._read, *self.own.called, *reasons}
+        reasons = self.shared_table.accounts() | self.own_table.accounts()
+        valid_keys = {*self._read, *self.own_table.called, *reasons}
         for name in self.spelled:
             if name not in self._noted:
                 self._account(name, *reasons.get(name, ("unknown", "")), valid_keys=valid_keys)
@@ -150,7 +152,7 @@ class Draft:
     def _account(self, name: str, kind: Kind, why: str, *, valid_keys: set[str]) -> None:
         value = self._values.get(name)
         near = difflib.get_close_matches(self.spelled[name], valid_keys, n=1)
-        holds_for = (self.shared.only_as | self.own.only_as).get(name, [value])
+        holds_for = (self.shared_table.only_as | self.own_table.only_as).get(name, [value])
         if kind == "unknown" and name not in valid_keys:
             hint = f"; did you mean {near[0]}?" if near else ""
             self.note(kind, [name], f"nothing of it is in the config{hint}")

@@ -82,7 +82,7 @@ def _base(draft: Draft) -> None:
 
 def _adapter(draft: Draft) -> None:
     targets = draft.get("lora_target_modules")
-    whole = draft.texts("modules_to_save")
+    whole_modules = draft.texts("modules_to_save")
     keys, how = ("lora_target_linear", "lora_target_modules"), ""
     if draft.get("lora_target_linear") or targets in (None, "all", "all-linear"):
         both_given = "lora_target_linear takes all" if draft.has("lora_target_modules") else ""
@@ -96,11 +96,11 @@ def _adapter(draft: Draft) -> None:
         targets = [name for name in names if name not in WHOLE]
         if names != targets:
             how = "lora.modules_to_save trains embed_tokens and lm_head whole"
-            whole += [name for name in names if name in WHOLE]
+            whole_modules += [name for name in names if name in WHOLE]
     draft.put("lora.target_modules", targets, *keys, how=how)
-    if whole:
-        draft.put("lora.modules_to_save", list(dict.fromkeys(whole)))
-        draft.note("taken", ["modules_to_save"], f"lora.modules_to_save = {whole!r}")
+    if whole_modules:
+        draft.put("lora.modules_to_save", list(dict.fromkeys(whole_modules)))
+        draft.note("taken", ["modules_to_save"], f"lora.modules_to_save = {whole_modules!r}")
     if tokens := draft.texts("add_tokens"):
         draft.put("model.add_tokens", tokens, "add_tokens")
     if draft.get("lora_alpha") == "twice the rank":
@@ -109,9 +109,9 @@ def _adapter(draft: Draft) -> None:
 
 def _length(draft: Draft) -> None:
     keys = ("per_device_train_batch_size", "gradient_accumulation_steps", "batch_size")
-    rows, accumulation, whole = (draft.number(key) or 1 for key in keys)
+    rows, accumulation, batch_rows = (draft.number(key) or 1 for key in keys)
     if not draft.has(keys[1]):
-        accumulation = max(accumulation, whole // rows)
+        accumulation = max(accumulation, batch_rows // rows)
     gpus = "1 GPU (--gpus says how many)" if draft.gpus is None else f"{draft.gpus} GPUs"
     how = f"{rows} x {accumulation} of accumulation x {gpus}"
     batch = rows * accumulation * (draft.gpus or 1)

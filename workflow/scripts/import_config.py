@@ -46,7 +46,7 @@ def main(args: argparse.Namespace) -> None:
 def checked(draft: Draft) -> dict[str, Any]:
     """Return the config for the settings loader. Raises `UserError` with all refused keys, and for
     values that our settings refuse, by the names of the file's keys."""
-    file, title = draft.source.file, draft.own.title
+    file, title = draft.source.file, draft.own_table.title
     if refused := by_reason(draft, "refused"):
         lines = "\n  ".join(f"{', '.join(keys)}: {why}." for why, keys in refused.items())
         raise UserError(f"{file}: this file of {title} cannot be taken over:\n  {lines}")
@@ -65,7 +65,7 @@ def checked(draft: Draft) -> dict[str, Any]:
 def account(draft: Draft) -> str:
     """Return the account of all keys, by outcome."""
     source = draft.source
-    lines = [f"{source.file}: {len(source.values)} keys of {draft.own.title}"]
+    lines = [f"{source.file}: {len(source.values)} keys of {draft.own_table.title}"]
     for kind in get_args(Kind):
         reasons = by_reason(draft, kind)
         lines += [f"{kind}:"] if reasons else []

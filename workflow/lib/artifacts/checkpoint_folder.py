@@ -34,8 +34,8 @@ def set_aside(folder: Path, *, after: int = 0, results: Path | None = None) -> P
     note = {"from_step": max(steps, default=0), "to_step": after, "unix_s": round(time.time())}
     write_lines(folder / HISTORY, [*whole_rows(folder / HISTORY), note])
     # The newest last: until it is moved, the command can be repeated.
-    kept = [*folder.glob("best-*"), *(step_dir(folder, step) for step in steps)]
-    later = [path for path in kept if int(path.name.rpartition("-")[2]) > after]
+    folders = [*folder.glob("best-*"), *(step_dir(folder, step) for step in steps)]
+    later = [path for path in folders if int(path.name.rpartition("-")[2]) > after]
     for path in (*([] if results is None else [results]), *later):
         if path.exists():
             path.rename(aside / path.name)
@@ -84,21 +84,21 @@ def damaged_line(path: Path) -> int | None:
     """Return the number of the first line of a file of lines that was changed, or None. A last line
     without an end is none: a kill cuts it."""
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    whole = sum(1 for _ in whole_rows(path))
-    return whole + 1 if whole < text.count("\n") else None
+    num_whole = sum(1 for _ in whole_rows(path))
+    return num_whole + 1 if num_whole < text.count("\n") else None
 
 
 def trained_otherwise(folder: Path) -> str | None:
     """Describe checkpoints of other settings of a run that has none in `folder`; None if there are
     none. folder: `<run>-<key of settings>-<key of content>`."""
     run = folder.name.rsplit("-", 2)[0]
-    beside = [p for p in folder.parent.glob("*-*-*") if p.name.rsplit("-", 2)[0] == run]
-    others = sorted(p.name for p in beside if p != folder and saved_steps(p))
-    if not others or saved_steps(folder):
+    folders = [p for p in folder.parent.glob("*-*-*") if p.name.rsplit("-", 2)[0] == run]
+    folders_trained = sorted(p.name for p in folders if p != folder and saved_steps(p))
+    if not folders_trained or saved_steps(folder):
         return None
     return (
-        f"training begins anew: {others[-1]} holds checkpoints of other settings, data or base. To "
-        "train a finished adapter further, leave its run as it was, and add a run with "
+        f"training begins anew: {folders_trained[-1]} holds checkpoints of other settings, data or "
+        "base. To train a finished adapter further, leave its run as it was, and add a run with "
         f"train.start_from: {run}"
     )
 
@@ -108,5 +108,7 @@ def left_by(killed: str, folder: Path) -> str:
     reached = max((row["step"] for row in whole_rows(folder / METRICS)), default=0)
     when = f"after step {reached}" if reached else "before its first step"
     newest = max(saved_steps(folder), default=0)
-    left = f"its newest checkpoint is that of step {newest}" if newest else "it left no checkpoint"
-    return f"the training before this one (process {killed}) was killed {when}; {left}"
+    remains = (
+        f"its newest checkpoint is that of step {newest}" if newest else "it left no checkpoint"
+    )
+    return f"the training before this one (process {killed}) was killed {when}; {remains}"

@@ -47,16 +47,16 @@ def parsed(content: dict[str, Any], model: type[RecordT], *, where: str) -> Reco
     except ValidationError as error:
         details = error.errors(include_url=False)
         problems = "; ".join(_explain(detail) for detail in details[:5])
-        more = f"; and {len(details) - 5} more" if len(details) > 5 else ""
-        raise UserError(f"{where}: {problems}{more}. {model.advice}") from None
+        omitted = f"; and {len(details) - 5} more" if len(details) > 5 else ""
+        raise UserError(f"{where}: {problems}{omitted}. {model.advice}") from None
 
 
 def _explain(detail: Any) -> str:
     field = ".".join(str(part) for part in detail["loc"])
     if detail["type"] == "missing":
         first, *others = detail.get("ctx", {}).get("fields", [""])
-        more = f" and {len(others)} others" if others else ""
-        return f"the field {field}{first and '.'}{first}{more} is missing"
+        omitted = f" and {len(others)} others" if others else ""
+        return f"the field {field}{first and '.'}{first}{omitted} is missing"
     if detail["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return f"the field {field} is not known"
     return f"{field} = {str(detail['input'])[:80]!r}: {detail['msg']}"

@@ -155,12 +155,12 @@ def _hub_model(run: RunConfig, named: str, runs: Mapping[str, RunConfig]) -> Mod
 
 
 def _check_order(runs: Mapping[str, RunConfig], named: Mapping[str, str]) -> None:
-    needed = {
+    predecessors = {
         name: [x for x in (named.get(name), run.train.start_from) if x in runs]
         for name, run in runs.items()
     }
     try:
-        TopologicalSorter(needed).prepare()
+        TopologicalSorter(predecessors).prepare()
     except CycleError as error:
         way: list[str] = error.args[1][::-1]  # each after the one that waits for it
         raise setting_error(

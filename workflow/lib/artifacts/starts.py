@@ -28,15 +28,15 @@ BASE_SETTINGS = {"model": ("source", "revision", "add_tokens"), "quantize": None
 
 
 def with_starts(
-    runs: Mapping[str, RunConfig], placed: Callable[[str], str] = str
+    runs: Mapping[str, RunConfig], with_prefix: Callable[[str], str] = str
 ) -> dict[str, RunConfig]:
     """Return the runs, each with the run that it starts from and with the `lora` settings of the
-    adapter that it continues. placed: returns the place of a download of `layout`. Raises
+    adapter that it continues. with_prefix: gives a folder of `layout` the module's prefix. Raises
     `UserError` for an unknown start, a circle, another base, or settings that the run
     contradicts."""
     done: dict[str, RunConfig] = {}
     for name in _in_order(runs):
-        done[name] = _started(name, runs, done, placed)
+        done[name] = _started(name, runs, done, with_prefix)
         if "start" in done[name].subjects and runs[name].train.start_from is None:
             bound = f"{SETTING} = null: there is no start to measure"
             change = "Remove start, or name an adapter in train.start_from"
@@ -66,7 +66,7 @@ def _started(
     name: str,
     runs: Mapping[str, RunConfig],
     done: Mapping[str, RunConfig],
-    placed: Callable[[str], str],
+    with_prefix: Callable[[str], str],
 ) -> RunConfig:
     run = runs[name]
     start = run.train.start_from
@@ -74,12 +74,14 @@ def _started(
         return run
     if start in done:
         other = done[start]
-        beside = _other_base(run, other)
-        lora = continued(run.lora, other.lora, run=name, start=start, follow=True, beside=beside)
+        differences = _other_base(run, other)
+        lora = continued(
+            run.lora, other.lora, run=name, start=start, follow=True, beside=differences
+        )
         return run.starting_from(other, lora)
     folder = Path(layout.start_adapter(run) or "")
     if is_hub_id(start):
-        folder = Path(placed(str(folder)))
+        folder = Path(with_prefix(str(folder)))
         if (folder / ADAPTER).is_file():
             check_continued({"runs": {name: run}}, folder, start)
         return run
@@ -94,11 +96,11 @@ def _started(
 def _other_base(run: RunConfig, other: RunConfig) -> dict[str, tuple[object, object]]:
     """Return the settings of a run's base that differ from another's."""
     return {
-        f"{section}.{key}": (own, its)
+        f"{section}.{key}": (value, other_value)
         for section, keys in BASE_SETTINGS.items()
         for key in keys or type(getattr(run, section)).model_fields
-        if (own := getattr(getattr(run, section), key))
-        != (its := getattr(getattr(other, section), key))
+        if (value := getattr(getattr(run, section), key))
+        != (other_value := getattr(getattr(other, section), key))
     }
 
 

@@ -73,9 +73,9 @@ def input_digests(
     )
 
 
-def trained_content(manifest: Path, base: Path, **others: Any) -> str:
+def trained_content(manifest: Path, base: Path, **options: Any) -> str:
     """Return the key of the deciding inputs; arguments and errors as of `input_digests`."""
-    return short_hash(input_digests(manifest, base, **others).deciding)
+    return short_hash(input_digests(manifest, base, **options).deciding)
 
 
 def check_records(tokens: Path, base: Path) -> None:

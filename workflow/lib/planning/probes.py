@@ -39,7 +39,7 @@ class Probe(Record, extra="forbid"):
     device: str  # the driver's name, or `cpu_name`
     driver: str
     measured: Mapping[str, Measured]
-    """By operation, as `benchmark.probe` names them."""
+    """By operation, as `benchmark.probed_rates` names them."""
     provenance: Provenance
 
     @property

@@ -207,17 +207,19 @@ def behind_best(runs: list[Run]) -> dict[str, Estimate]:
 
 def _paired(evaluated: Evaluation, best: Evaluation) -> tuple[list[float], list[float]] | None:
     """Return by unit the distance to the best and the weight; None for other documents."""
-    losses, others = (
+    losses, best_losses = (
         evaluation.heldout.per_document if evaluation.heldout else []
         for evaluation in (evaluated, best)
     )
-    both = list(zip(losses, others, strict=False))
-    same = all((one.document, one.tokens) == (two.document, two.tokens) for one, two in both)
-    if not losses or len(losses) != len(others) or not same:
+    loss_pairs = list(zip(losses, best_losses, strict=False))
+    are_paired = all(
+        (one.document, one.tokens) == (two.document, two.tokens) for one, two in loss_pairs
+    )
+    if not losses or len(losses) != len(best_losses) or not are_paired:
         return None
     if best.rewards is None:
-        gains = [one.loss[0] - two.loss[0] for one, two in both]
-        return gains, [one.loss[1] for one, _ in both]
+        gains = [one.loss[0] - two.loss[0] for one, two in loss_pairs]
+        return gains, [one.loss[1] for one, _ in loss_pairs]
     if evaluated.rewards is None or len(evaluated.rewards.margins) != len(best.rewards.margins):
         return None
     margins = zip(evaluated.rewards.margins, best.rewards.margins, strict=True)

@@ -104,11 +104,11 @@ def _eval_results(inputs: CardInputs) -> list[EvalResult]:
     heldout = inputs.measured.served.heldout
     source = inputs.dataset_id or inputs.dataset
     measured = {"loss": heldout.loss, "perplexity": heldout.perplexity} if heldout else {}
-    own = [
+    heldout_results = [
         EvalResult("text-generation", source, f"{inputs.dataset}, held out", metric, value)
         for metric, value in measured.items()
     ]
-    return own + [
+    return heldout_results + [
         EvalResult("text-generation", visible(task), visible(task), visible(metric), score.value)
         for task, result in inputs.measured.served.tasks.items()
         for metric, score in result.metrics.items()
@@ -135,14 +135,14 @@ def text(value: object) -> Markup:
 
 def _environment() -> Environment:
     environment = templates(text, keep_trailing_newline=True)
-    made: dict[str, Callable[[Any], str]] = {
+    filters: dict[str, Callable[[Any], str]] = {
         **NUMBERS,
         "probability": lambda value: html.escape(probability(value)),
         "code": lambda value: f"<code>{text(value)}</code>",
         "quoted": lambda value: repr(visible(value)),
         "shown": visible,
     }
-    environment.filters |= {name: _markup(write) for name, write in made.items()}
+    environment.filters |= {name: _markup(write) for name, write in filters.items()}
     environment.filters |= {"label": label, "public_name": public_name}
     environment.globals |= {
         "forms": FORMS,

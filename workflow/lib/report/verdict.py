@@ -67,7 +67,7 @@ class Measured:
 
     @property
     def served(self) -> Evaluation:
-        return next(found for found in self.subjects.values() if found.served)
+        return next(each for each in self.subjects.values() if each.served)
 
     @property
     def start(self) -> Evaluation | None:
@@ -76,17 +76,17 @@ class Measured:
 
     @property
     def reference(self) -> Evaluation:
-        return self._reference(lambda found: found.heldout is not None)
+        return self._reference(lambda evaluation: evaluation.heldout is not None)
 
     @property
     def task_reference(self) -> Evaluation:
         """The reference of tasks; an original larger than memory has no scores."""
-        return self._reference(lambda found: bool(found.tasks))
+        return self._reference(lambda evaluation: bool(evaluation.tasks))
 
     @property
     def sample_reference(self) -> Evaluation:
         """The model whose answers are shown beside the served model's."""
-        return self._reference(lambda found: bool(found.samples))
+        return self._reference(lambda evaluation: bool(evaluation.samples))
 
     def _reference(self, has_it: Callable[[Evaluation], bool]) -> Evaluation:
         references = [self.subjects[name] for name in REFERENCES if name in self.subjects]

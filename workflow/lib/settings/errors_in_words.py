@@ -187,8 +187,8 @@ def _unknown_key(model: type[BaseModel], location: tuple[Any, ...]) -> str:
     else:
         hint = f"Valid keys: {', '.join(valid)}."
     shown = [part + 1 if isinstance(part, int) else part for part in location]
-    named = [part for part in shown if not str(part).startswith("<")]
-    return f"{_spell(named)}: there is no such key. {hint}"
+    key_path = [part for part in shown if not str(part).startswith("<")]
+    return f"{_spell(key_path)}: there is no such key. {hint}"
 
 
 class TrainerKeys(NamedTuple):
@@ -214,8 +214,8 @@ def _trainer_keys() -> TrainerKeys:
         for kind in table.get("reasons", {}).values():
             meanings.reasons.update({key: why for why, keys in kind.items() for key in keys})
     for names in (meanings.settings, meanings.reasons):
-        called = [pair for table in tables for pair in table.get("called", {}).items()]
-        names.update({alias: names[name] for alias, name in called if name in names})
+        aliases = [pair for table in tables for pair in table.get("called", {}).items()]
+        names.update({alias: names[name] for alias, name in aliases if name in names})
     return meanings
 
 

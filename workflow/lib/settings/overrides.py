@@ -21,12 +21,12 @@ def merge(base: Mapping[str, object], override: Mapping[str, object]) -> dict[st
 
 def overridden(base: Mapping[str, object], override: Mapping[str, object]) -> dict[str, object]:
     """Return `merge`, in which a length of the training replaces the other one of `base`."""
-    train, own = base.get("train"), override.get("train")
-    if isinstance(train, Mapping) and isinstance(own, Mapping):
-        lengths = [key for key in LENGTHS if own.get(key) is not None]
+    train, run_train = base.get("train"), override.get("train")
+    if isinstance(train, Mapping) and isinstance(run_train, Mapping):
+        lengths = [key for key in LENGTHS if run_train.get(key) is not None]
         if len(lengths) == 1:
-            kept = {key: train[key] for key in train if key not in LENGTHS}
-            base = {**base, "train": kept}
+            without_lengths = {key: train[key] for key in train if key not in LENGTHS}
+            base = {**base, "train": without_lengths}
     return merge(base, override)
 
 

@@ -85,14 +85,14 @@ def _text(path: Path) -> str:
 
 def _check_nodes(root: yaml.Node | None, path: Path) -> None:
     """Raise `UserError` for a repeated key in a section, or a number that is misread."""
-    waiting, seen = [(root, "")], set[int]()
-    while waiting:
-        node, prefix = waiting.pop()
-        if id(node) in seen:  # an alias, or an anchor that holds itself
+    pending, checked = [(root, "")], set[int]()
+    while pending:
+        node, prefix = pending.pop()
+        if id(node) in checked:  # an alias, or an anchor that holds itself
             continue
-        seen.add(id(node))
+        checked.add(id(node))
         if isinstance(node, yaml.SequenceNode):
-            waiting += [(entry, prefix) for entry in node.value]
+            pending += [(entry, prefix) for entry in node.value]
         if isinstance(node, yaml.ScalarNode) and node.tag in NUMBERS:
             value = yaml.SafeLoader("").construct_document(node)
             if (finding := misread_number(node.value, value)) is not None:
@@ -110,7 +110,7 @@ def _check_nodes(root: yaml.Node | None, path: Path) -> None:
                         f"time, and would replace the first in line {_line(first)}. Join the two, "
                         "or remove one."
                     )
-                waiting.append((value, f"{name}."))
+                pending.append((value, f"{name}."))
 
 
 def misread_number(text: str, value: object) -> str | None:

@@ -44,9 +44,9 @@ def lease(
                 f"(CUDA_VISIBLE_DEVICES = {os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}). "
                 "Lower hardware.gpus, or show more."
             )
-        held, why = _try_to_lock(listed, count=count, folder=folder)
-        if held:
-            return held
+        leased, why = _try_to_lock(listed, count=count, folder=folder)
+        if leased:
+            return leased
         if not is_announced:
             waiting(f"waiting for {count} of {len(listed)} GPU(s): {'; '.join(why)}")
             is_announced = True

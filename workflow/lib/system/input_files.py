@@ -82,14 +82,14 @@ class Inputs:
         files = {file for path in paths for file in _files_of(path)} | {*(sha256 or {})}
         self._states = {file: _state(file) for file in sorted(files)}
         small = (f for f, state in self._states.items() if state and state[0] <= MOST_HASHED_BYTES)
-        self._taken = dict(sha256 or {})
-        self._sha256 = {file: file_sha256(file) for file in small} | self._taken
+        self._recorded = dict(sha256 or {})
+        self._sha256 = {file: file_sha256(file) for file in small} | self._recorded
 
     def check(self) -> None:
         """Raise `UserError` if a file was changed, replaced or removed since."""
         for file, state in self._states.items():
             now = _state(file)
-            if (now == state and file not in self._taken) or (
+            if (now == state and file not in self._recorded) or (
                 now is not None and self._sha256.get(file) == file_sha256(file)
             ):
                 continue

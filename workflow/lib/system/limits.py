@@ -95,7 +95,7 @@ class _Process:
 _process: list[_Process] = []
 
 
-def _own() -> _Process | None:
+def _own_entry() -> _Process | None:
     """Return this process's entry; None in a fork that has none, or without a watcher."""
     return _process[0] if _process and _process[0].pid == os.getpid() else None
 
@@ -112,12 +112,12 @@ class WatchedWork:
         self._entry: _Process | None = None
 
     def __enter__(self) -> Self:
-        own = _own()
-        if own is not None and own.number % 2 == 0:
-            self._entry = own
-            own.number += 1
+        entry = _own_entry()
+        if entry is not None and entry.number % 2 == 0:
+            self._entry = entry
+            entry.number += 1
             text = _encoded(self._message) + self._item.encode(errors="backslashreplace")
-            own.slot.write(own.pid, own.number, *self._bounds, text)
+            entry.slot.write(entry.pid, entry.number, *self._bounds, text)
         return self
 
     def __exit__(
@@ -183,8 +183,8 @@ def join_watch(index: int) -> None:
 
 def excess_of_pool() -> UserError | None:
     """Return the error for which the watcher ended a process of this process's pool."""
-    own = _own()
-    for *_, text, ended in _entries(own.memory, first=1) if own else ():
+    entry = _own_entry()
+    for *_, text, ended in _entries(entry.memory, first=1) if entry else ():
         if ended:
             return UserError(text)
     return None

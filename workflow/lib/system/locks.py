@@ -81,9 +81,9 @@ def _acquire(lock: TextIO, path: Path, *, doing: str, deadline: float) -> None:
                     "what is finished."
                 ) from None
             if not is_announced:
-                left = deadline - time.monotonic()
+                left_s = deadline - time.monotonic()
                 message = "process %s is still %s; waiting up to %.0f s"
-                logger.info(message, _holder(lock), doing, left)
+                logger.info(message, _holder(lock), doing, left_s)
             is_announced = True
             time.sleep(POLL_S)
 
@@ -110,15 +110,15 @@ def temporary_folder(prefix: str, *, parent: str | None = None) -> Iterator[Path
     root = Path(parent or tempfile.gettempdir())
     for path in root.glob(f"{prefix}*"):
         with suppress(OSError):  # it is in use, or another user's
-            held = _lock_folder(path, wait=False)
+            descriptor = _lock_folder(path, wait=False)
             shutil.rmtree(path, ignore_errors=True)
-            os.close(held)
-    folder, held = _make_folder(prefix, root)
+            os.close(descriptor)
+    folder, descriptor = _make_folder(prefix, root)
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        os.close(held)
+        os.close(descriptor)
 
 
 def _make_folder(prefix: str, root: Path) -> tuple[Path, int]:
@@ -127,10 +127,10 @@ def _make_folder(prefix: str, root: Path) -> tuple[Path, int]:
     while True:
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
         with suppress(FileNotFoundError):
-            held = _lock_folder(folder, wait=True)
+            descriptor = _lock_folder(folder, wait=True)
             if folder.exists():
-                return folder, held
-            os.close(held)
+                return folder, descriptor
+            os.close(descriptor)
 
 
 def _lock_folder(folder: Path, *, wait: bool) -> int:

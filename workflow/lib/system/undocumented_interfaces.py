@@ -123,7 +123,7 @@ MODEL_PACKAGES = ("torch", "bitsandbytes", "transformers", "peft")
 
 def check_interfaces(*packages: str) -> None:
     """Raise `UserError` if an installed release of these packages lacks a needed name."""
-    _check([used for used in INTERFACES if used.package in packages])
+    _check([interface for interface in INTERFACES if interface.package in packages])
 
 
 def check_recordings() -> None:
@@ -133,10 +133,10 @@ def check_recordings() -> None:
 
 
 def _check(interfaces: Iterable[Interface]) -> None:
-    for used in interfaces:
-        if not used.is_there():
+    for interface in interfaces:
+        if not interface.is_there():
             raise UserError(
-                f"{used.package} {version(used.package)} has no {used.owner}.{used.name}, "
-                "which this workflow uses. Install the release that "
-                f"{shipped_path('envs/pins.txt')} names."
+                f"{interface.package} {version(interface.package)} has no "
+                f"{interface.owner}.{interface.name}, which this workflow uses. Install the "
+                f"release that {shipped_path('envs/pins.txt')} names."
             )

@@ -76,20 +76,20 @@ class Beginnings:
         new = self._latest.pop(stop, None) or self._beginning(stop, [], is_prompt=False)
         if self._is_sampled(stop):
             prompt = self._render(self._messages[: stop - 1], True)[0]
-            whole, blocks = self._render(self._messages[:stop], False)
+            full_text, blocks = self._render(self._messages[:stop], False)
             same_blocks = new.blocks == blocks[len(blocks) - len(new.blocks) :]
-            if (new.text, self.prompt(stop - 1)) != (whole, prompt) or not same_blocks:
+            if (new.text, self.prompt(stop - 1)) != (full_text, prompt) or not same_blocks:
                 raise WindowError
         self._base, self._stop = new, stop
         if stop >= self._next_move:
             self._move(WINDOW)
             self._next_move = stop + max(WINDOW, stop - self._start - WINDOW)
 
-    def check(self, whole: str) -> None:
+    def check(self, full_text: str) -> None:
         """Raise `WindowError` unless windows lead to the text of the whole conversation."""
         if self._is_windowed:
             text = self._beginning(len(self._messages), [], is_prompt=False).text
-            if text != whole:
+            if text != full_text:
                 raise WindowError
 
     @property
@@ -155,5 +155,5 @@ def _gaps(messages: list[Message]) -> list[int]:
     the gap follow each other in the conversation too, and every message keeps its parity."""
     roles = [message["role"] for message in messages]
     starts = [[n for n in range(1, len(roles)) if (roles[n - 1], roles[n]) == gap] for gap in GAPS]
-    most = max(starts, key=len)
-    return [n for n in most if (n - most[0]) % 2 == 0]
+    candidates = max(starts, key=len)
+    return [n for n in candidates if (n - candidates[0]) % 2 == 0]

@@ -97,9 +97,9 @@ def read_messages(raw: Any, keys: KeyAudit, *, what: str) -> tuple[list[Message]
     weights: list[float] = []
     for item in single_messages(items, keys):
         message, weight = _message(item, f"message {len(messages) + 1}", keys)
-        whole = _one_turn(messages[-1], message) if weights[-1:] == [weight] else None
-        if whole is not None:
-            messages[-1] = whole
+        joined = _one_turn(messages[-1], message) if weights[-1:] == [weight] else None
+        if joined is not None:
+            messages[-1] = joined
         else:
             _check_not_reasoning_alone(messages)
             messages.append(message)

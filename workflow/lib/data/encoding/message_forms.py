@@ -162,20 +162,20 @@ def _without_blocks(item: Message) -> list[Message]:
             f"a message has {', '.join(kinds)}"
         )
     parts: dict[str, list[Any]] = {name: [] for name in BLOCKS}
-    others: list[Any] = []
+    text_parts: list[Any] = []
     for part, name in zip(content, kinds, strict=True):
-        parts.get(name, others).append(part)
+        parts.get(name, text_parts).append(part)
     added = {"function_call": parts["tool_use"], "thinking": parts["thinking"]}
     added = {key: value for key, value in added.items() if value}
     for key in added:
         if item.get(key) is not None:
             raise RowError(f"two values: a message has {key} and content blocks of the same")
-    alone = not (others or added)
+    alone = not (text_parts or added)
     shared_keys = _without(item, ("content", *ROLE_KEYS)) if alone else {}
     results = [
         {**shared_keys, "role": "tool", **_without(x, ("type",))} for x in parts["tool_result"]
     ]
-    return results if alone else [*results, {**item, **added, "content": others}]
+    return results if alone else [*results, {**item, **added, "content": text_parts}]
 
 
 def _block_kind(part: Message) -> str:

@@ -239,11 +239,11 @@ def _pair(row: RowParts, chosen: Turns, rejected: Turns) -> list[Conversation]:
 
 def _prompt_of_one(*sides: Turns) -> list[Message]:
     """Return the prompt of a whole conversation whose answer the other side replaces; else none."""
-    whole = [messages for messages, _ in sides if messages[0]["role"] != "assistant"]
-    if len(whole) != 1:
+    conversations = [messages for messages, _ in sides if messages[0]["role"] != "assistant"]
+    if len(conversations) != 1:
         return []
-    last = max(n for n, message in enumerate(whole[0]) if message["role"] != "assistant")
-    return whole[0][: last + 1]
+    last = max(n for n, message in enumerate(conversations[0]) if message["role"] != "assistant")
+    return conversations[0][: last + 1]
 
 
 def _with_prompt(prompt: list[Message], side: Turns) -> Turns:

@@ -22,18 +22,18 @@ _CALL: ToolCall = {
     "function": {"name": "ping", "arguments": {"host": "a.example"}},
 }
 OFFERING_PROBE = Conversation(PROBE.messages, PROBE.trained, [_TOOL])
-_ASKED: list[Message] = [
+_CALLING_TURNS: list[Message] = [
     {"role": "user", "content": "ping a.example"},
     {"role": "assistant", "content": "", "tool_calls": [_CALL]},
 ]
-_ANSWERED: list[Message] = [
+_RESULT_TURNS: list[Message] = [
     {"role": "tool", "name": "ping", "content": "12 ms"},
     {"role": "assistant", "content": "It answered in 12 ms."},
 ]
 # Turns that follow a turn of the assistant, by whether it calls a tool.
 NEXT_TURNS = {
     False: Conversation([*PROBE.messages, PROBE.messages[0]], [False, True, False]),
-    True: Conversation([*_ASKED, _ANSWERED[0]], [False, True, False], [_TOOL]),
+    True: Conversation([*_CALLING_TURNS, _RESULT_TURNS[0]], [False, True, False], [_TOOL]),
 }
 PROBE_TEXT = (
     "Zwölf Boxkämpfer, 12,345 x 6.78:\n\n\tdef f(x):\n        return x  # naïve, 日本 \U0001f642"
@@ -44,6 +44,6 @@ PROBES = (
         [{"role": "system", "content": "Be brief."}, *PROBE.messages, *PROBE.messages],
         [False, False, True, False, True],
     ),
-    Conversation(_ASKED, [False, True], [_TOOL]),
-    Conversation(_ASKED + _ANSWERED, [False, True, False, True], [_TOOL]),
+    Conversation(_CALLING_TURNS, [False, True], [_TOOL]),
+    Conversation(_CALLING_TURNS + _RESULT_TURNS, [False, True, False, True], [_TOOL]),
 )

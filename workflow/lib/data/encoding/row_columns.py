@@ -111,8 +111,8 @@ def choose_format(
             f"Set auto, or one of {', '.join(FORMATS[examples])}",
         )
     # a format whose columns the user names comes first
-    named = {key for key in DataColumns.model_fields if _is_named(key, columns)}
-    candidates.sort(key=lambda name: named.isdisjoint(REQUIRED[name]) and name not in PAIRS)
+    set_keys = {key for key in DataColumns.model_fields if _is_named(key, columns)}
+    candidates.sort(key=lambda name: set_keys.isdisjoint(REQUIRED[name]) and name not in PAIRS)
     if not present:
         return candidates[0], columns
     if DEFAULTS.input not in present and OTHER_INPUT in present and not _is_named("input", columns):
@@ -124,13 +124,13 @@ def choose_format(
                 _check_whole_rows(present, columns, setting)
             return candidate, names
         if candidate == "messages" and (
-            other := _named_otherwise(present, ["messages"], names, examples)
+            choice := _format_by_other_names(present, ["messages"], names, examples)
         ):
-            return other
+            return choice
     names = _preference_names("messages", present, columns, examples)
-    if other := _named_otherwise(present, candidates, names, examples):
-        _check_one_answer(present, other[1], setting)
-        return other
+    if choice := _format_by_other_names(present, candidates, names, examples):
+        _check_one_answer(present, choice[1], setting)
+        return choice
     _check_whole_rows(present, columns, setting)
     expected = [f"{name} ({_expected_columns(name, columns, examples)})" for name in candidates]
     raise UserError(
@@ -176,7 +176,7 @@ def _check_whole_rows(present: Collection[str], columns: DataColumns, setting: s
         )
 
 
-def _named_otherwise(
+def _format_by_other_names(
     present: Collection[str], candidates: Collection[str], columns: DataColumns, examples: Examples
 ) -> tuple[Format, DataColumns] | None:
     """Return the first format that fits by names of public datasets, not the user's."""

@@ -374,10 +374,10 @@ def _check_is_no_broken_text_of_messages(text: str, what: str) -> None:
         )
 
 
-def answer_behind(row: RowParts, given: Any) -> Any:
+def answer_behind(row: RowParts, answer: Any) -> Any:
     """Return an answer; of a transcript's question it is a text without the blanks around it."""
-    is_text = isinstance(given, str) and question_of(row.value.get(row.columns.prompt)) is not None
-    return given.strip() if is_text else given
+    is_text = isinstance(answer, str) and question_of(row.value.get(row.columns.prompt)) is not None
+    return answer.strip() if is_text else answer
 
 
 def _are_calls(items: list[Any]) -> bool:

@@ -69,8 +69,10 @@ class SafeEncoder:
         self.special_pattern = _any_of(list(specials.values()))
         self._names = {text: text.translate(self._guard) for text in specials.values()}
         self._either = _any_of([*self._names, *self._names.values()])
-        whole = [token.content for token in added.values() if token.special and not token.rstrip]
-        self._anchor = next(iter([*whole, *specials.values()]), "")
+        standalone = [
+            token.content for token in added.values() if token.special and not token.rstrip
+        ]
+        self._anchor = next(iter([*standalone, *specials.values()]), "")
         self._tails: dict[tuple[str, bool], list[int]] = {}
 
     @cached_property
@@ -79,8 +81,8 @@ class SafeEncoder:
         spec = json.loads(self._plain.to_str())
         guarded = Tokenizer.from_str(json.dumps(_rename_specials(spec, self._names)))
         for text, alias in self._names.items():
-            same = guarded.token_to_id(alias) == self._plain.token_to_id(text)
-            assert same, f"special token {text!r} changed its id when guarded"
+            is_same_id = guarded.token_to_id(alias) == self._plain.token_to_id(text)
+            assert is_same_id, f"special token {text!r} changed its id when guarded"
         return guarded
 
     def specials_in(self, text: str) -> frozenset[str]:

@@ -82,8 +82,8 @@ class SampleEncoder:
         adds_bos = bos is not None and with_bos == [bos]
         self._bos = [bos] if adds_bos else list[int]()  # the tokenizer itself puts it before a text
         self._unk: str | None = tokenizer.special_tokens_map.get("unk_token")
-        others = {bos, self._eos, tokenizer.pad_token_id}  # GPT-2's unk_token is its eos_token
-        self._unk_id = None if tokenizer.unk_token_id in others else tokenizer.unk_token_id
+        used_ids = {bos, self._eos, tokenizer.pad_token_id}  # GPT-2's unk_token is its eos_token
+        self._unk_id = None if tokenizer.unk_token_id in used_ids else tokenizer.unk_token_id
         texts = {False: chat_template, True: tool_template}
         templates = {
             for_tools: ChatTemplate(
@@ -188,8 +188,8 @@ class SampleEncoder:
         texts = renderer.checked(probe)
         examples = self._examples(texts, guarded=False, weights=None)
         ends = [int(i) for e in examples for i in e.ids[e.mask & ~np.append(e.mask[1:], False)]]
-        whole = renderer.whole(probe)
-        return self._encoder.encode_rendered(whole, guarded=False).ids, ends
+        text = renderer.whole(probe)
+        return self._encoder.encode_rendered(text, guarded=False).ids, ends
 
     @cached_property
     def _template_tokens(self) -> frozenset[str]:
@@ -201,7 +201,7 @@ class SampleEncoder:
 
     def _encode_text(self, text: str) -> list[Encoded]:
         """Encode a text, all of it trained: bos first if the tokenizer adds one, eos last."""
-        held = self._encoder.specials_in(text) - {self._unk}
+        spelled = self._encoder.specials_in(text) - {self._unk}
         if self._reads_tokens:
             ids = self._encoder.encode_rendered(text, guarded=False).ids
         else:
@@ -209,7 +209,7 @@ class SampleEncoder:
         before = self._bos if ids[:1] != self._bos else []
         after = [self._eos] if ids[-1:] != [self._eos] else []
         ids = [*before, *ids, *after]
-        encoded = _encoded(ids, [(0, len(ids))], held_special_text=bool(held))
+        encoded = _encoded(ids, [(0, len(ids))], held_special_text=bool(spelled))
         composed = self._composed(text, guarded=False)
         if composed is None:
             return [encoded]
@@ -225,9 +225,9 @@ class SampleEncoder:
     def _encode_tokens(self, row: TokenRow) -> list[Encoded]:
         """Take the ids unchanged, without further tokens before or after."""
         if min(row.ids) < 0 or max(row.ids) >= self._vocab_size:
-            wrong = next(token for token in row.ids if not 0 <= token < self._vocab_size)
+            unknown = next(token for token in row.ids if not 0 <= token < self._vocab_size)
             raise RowError(
-                f"unknown token: id {wrong}, the tokenizer has 0 to {self._vocab_size - 1}"
+                f"unknown token: id {unknown}, the tokenizer has 0 to {self._vocab_size - 1}"
             )
         if self._loss_on == "all":
             if not all((row.trained or [])[1:]):
@@ -254,13 +254,15 @@ class SampleEncoder:
             examples = [_encoded(ids, [(0, len(ids))])]
         else:
             examples = self._examples(rendered.texts, guarded=rendered.guarded, weights=weights)
-        held = bool(rendered.held) and bool(rendered.held & self._template_tokens)
-        if not (held or rendered.unrendered or notes):
+        held_special_text = bool(rendered.special_texts) and bool(
+            rendered.special_texts & self._template_tokens
+        )
+        if not (held_special_text or rendered.unrendered or notes):
             return examples
         return [
             replace(
                 example,
-                held_special_text=held,
+                held_special_text=held_special_text,
                 unrendered=rendered.unrendered,
                 notes=example.notes | notes,
             )
@@ -351,10 +353,10 @@ def _check_arguments(
     template_kwargs: Mapping[str, object], templates: Sequence[ChatTemplate]
 ) -> None:
     for name, value in template_kwargs.items():
-        wrong = [template.unknown_argument([name]) for template in templates]
-        if wrong and wrong[0] is not None and None not in wrong:
+        faults = [template.unknown_argument([name]) for template in templates]
+        if faults and faults[0] is not None and None not in faults:
             raise setting_error(
-                f"data.template_kwargs.{name}", value, wrong[0], "Remove it, or correct the name"
+                f"data.template_kwargs.{name}", value, faults[0], "Remove it, or correct the name"
             )
 
 

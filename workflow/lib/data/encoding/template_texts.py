@@ -93,15 +93,15 @@ class Collector(_Visitor):
     def schema(self, origin: TextOrigin, function: dict[str, Any]) -> dict[str, Any]:
         described = function.get("description")
         parts = [function["name"], described if isinstance(described, str) else ""]
-        whole = json.dumps(function, ensure_ascii=False)
-        self._add(origin, whole, *parts, *argument_names(function))
+        schema_json = json.dumps(function, ensure_ascii=False)
+        self._add(origin, schema_json, *parts, *argument_names(function))
         return function
 
     def arguments(self, origin: TextOrigin, arguments: Any) -> Any:
-        whole = json.dumps(arguments, ensure_ascii=False)
+        arguments_json = json.dumps(arguments, ensure_ascii=False)
         leaves: list[str] = []
         _map_leaves(arguments, leaves.append, lambda n: leaves.append(str(n)), leaves.append)
-        self._add(origin, whole, *leaves)
+        self._add(origin, arguments_json, *leaves)
         return arguments
 
 
@@ -160,13 +160,15 @@ def marked(conversation: Conversation) -> tuple[Conversation, list[Text]]:
 def _visit(conversation: Conversation, visitor: Visitor) -> Conversation:
     tools = [_visit_tool(tool, visitor) for tool in conversation.tools or ()]
     messages: list[Message] = []
-    called: dict[str, str] = {}
+    marked_names: dict[str, str] = {}
     for index, message in enumerate(conversation.messages):
         changed = dict(message)
         if message["role"] == "assistant":
             _visit_assistant(changed, index, visitor)
             if calls := message.get("tool_calls"):
-                changed["tool_calls"] = [_visit_call(c, index, visitor, called) for c in calls]
+                changed["tool_calls"] = [
+                    _visit_call(c, index, visitor, marked_names) for c in calls
+                ]
         else:
             role = message["role"]
             kind = KINDS.get(role, "user")
@@ -174,8 +176,8 @@ def _visit(conversation: Conversation, visitor: Visitor) -> Conversation:
                 message["content"], TextOrigin(kind, index, role), visitor
             )
             name = message.get("name")
-            if isinstance(name, str) and name in called:
-                changed["name"] = called[name]
+            if isinstance(name, str) and name in marked_names:
+                changed["name"] = marked_names[name]
         messages.append(changed)
     return replace(conversation, messages=messages, tools=tools or None)
 
@@ -186,11 +188,13 @@ def _visit_text(text: Any, origin: TextOrigin, visitor: Visitor) -> Any:
 
 def _visit_assistant(message: Message, index: int, visitor: Visitor) -> None:
     reasoning, answer = TextOrigin("reasoning", index), TextOrigin("assistant", index)
-    seen: dict[str, str] = {}
+    marked_texts: dict[str, str] = {}
     for key in REASONING_KEYS:
         text = message.get(key)
         if isinstance(text, str) and text.strip():
-            message[key] = seen[text] = seen.get(text) or visitor.text(reasoning, text)
+            message[key] = marked_texts[text] = marked_texts.get(text) or visitor.text(
+                reasoning, text
+            )
     content = message["content"]
     if END_OF_REASONING not in content:
         message["content"] = _visit_text(content, answer, visitor)
@@ -206,15 +210,17 @@ def _visit_assistant(message: Message, index: int, visitor: Visitor) -> None:
     )
 
 
-def _visit_call(call: ToolCall, index: int, visitor: Visitor, called: dict[str, str]) -> ToolCall:
+def _visit_call(
+    call: ToolCall, index: int, visitor: Visitor, marked_names: dict[str, str]
+) -> ToolCall:
     function = call["function"]
     name = function["name"]
     origin = TextOrigin("calls", index, name)
-    called[name] = visitor.word(origin, name)
+    marked_names[name] = visitor.word(origin, name)
     arguments = function["arguments"]
     if arguments:
         arguments = visitor.arguments(origin, arguments)
-    return {**call, "function": {"name": called[name], "arguments": arguments}}
+    return {**call, "function": {"name": marked_names[name], "arguments": arguments}}
 
 
 def _visit_tool(tool: Tool, visitor: Visitor) -> Tool:
@@ -282,7 +288,7 @@ def reasoning_of(message: Message) -> str:
 
 
 def without_reasoning(message: Message) -> Message:
-    kept = {key: value for key, value in message.items() if key not in REASONING_KEYS}
+    rest_of_message = {key: value for key, value in message.items() if key not in REASONING_KEYS}
     before, end, after = message["content"].rpartition(END_OF_REASONING)
     first = before.rpartition(BEGIN_OF_REASONING)[0] if end else ""
-    return {**kept, "content": first + after.lstrip("\n") if end else message["content"]}
+    return {**rest_of_message, "content": first + after.lstrip("\n") if end else message["content"]}

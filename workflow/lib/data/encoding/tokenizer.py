@@ -104,8 +104,12 @@ def read_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | None) -> 
             ) from None
     template = default_template(tokenizer)
     if template is None:
-        named = ", ".join(tokenizer.chat_template or ())
-        has = f"only templates named {named}, and none named default" if named else "none"
+        template_names = ", ".join(tokenizer.chat_template or ())
+        has = (
+            f"only templates named {template_names}, and none named default"
+            if template_names
+            else "none"
+        )
         raise setting_error(
             "data.chat_template",
             None,
@@ -122,14 +126,14 @@ def read_tool_template(tokenizer: PreTrainedTokenizerBase, path: str | None) -> 
     template = tokenizer.chat_template
     if path is not None or not isinstance(template, dict):
         return None
-    own: str | None = template.get(TOOL_TEMPLATE)
-    return own
+    tool_template: str | None = template.get(TOOL_TEMPLATE)
+    return tool_template
 
 
 def default_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
     template = tokenizer.chat_template
-    own: str | None = template.get(DEFAULT_TEMPLATE) if isinstance(template, dict) else template
-    return own
+    default: str | None = template.get(DEFAULT_TEMPLATE) if isinstance(template, dict) else template
+    return default
 
 
 def trained_templates(
@@ -147,8 +151,10 @@ def trained_templates(
 
 def tokenizer_sha256(folder: Path) -> str:
     """Return one SHA-256 over the names and digests of the tokenizer's files."""
-    named = sorted(path.relative_to(folder) for path in folder.glob(f"{NAMED_TEMPLATES}/*.jinja"))
-    names = [*TOKENIZER_FILES, *map(str, named)]
+    templates = sorted(
+        path.relative_to(folder) for path in folder.glob(f"{NAMED_TEMPLATES}/*.jinja")
+    )
+    names = [*TOKENIZER_FILES, *map(str, templates)]
     present = [name for name in names if (folder / name).is_file()]
     lines = [f"{file_sha256(folder / name)}  {name}\n" for name in present]
     return hashlib.sha256("".join(lines).encode()).hexdigest()

@@ -117,20 +117,20 @@ def _call(raw: Any, where: str, keys: KeyAudit) -> ToolCall:
         call, _ = keys.check(CALL, call, where)
         function, _ = keys.check(FUNCTION, function, where)
     elif isinstance(call, dict):  # the function itself, whose name may stand under `function`
-        named, _ = keys.check(FUNCTION, call, where)
-        function = {**named, "name": named.get("name") or function}
+        checked, _ = keys.check(FUNCTION, call, where)
+        function = {**checked, "name": checked.get("name") or function}
     if not isinstance(function, dict) or not _is_name(function.get("name")):
         raise RowError(f"broken tool call: {where} has one without a name")
-    called: FunctionCall = {
+    function_call: FunctionCall = {
         "name": function["name"],
         "arguments": _arguments(function, call, where),
     }
     ids = (holder[key] for holder in (call, function) for key in IDS if holder.get(key) is not None)
     number = next(ids, None)
-    check_json((number, called), f"a call in {where}")
+    check_json((number, function_call), f"a call in {where}")
     if number is not None:
-        return {"id": number, "type": "function", "function": called}
-    return {"type": "function", "function": called}
+        return {"id": number, "type": "function", "function": function_call}
+    return {"type": "function", "function": function_call}
 
 
 def _is_name(name: Any) -> bool:

@@ -37,7 +37,7 @@ class Rendered:
 
     texts: list[TurnText]
     guarded: bool
-    held: frozenset[str] = frozenset()
+    special_texts: frozenset[str] = frozenset()
     unrendered: frozenset[TextKind] = frozenset()
 
 
@@ -68,9 +68,9 @@ class TurnRenderer:
         """Return the conversation's texts. Raises `RowError` if the template fails or leaves out a
         text that it must not, or if no turn can be trained."""
         ignored = self._ignored_arguments(conversation)
-        held = self._specials_in(conversation)
+        special_texts = self._specials_in(conversation)
         guarded = False
-        if held and not self._reads_tokens:
+        if special_texts and not self._reads_tokens:
             plain, conversation = conversation, self._guard(conversation)
             guarded = conversation != plain
         texts = self._turn_by_turn(conversation)
@@ -78,8 +78,8 @@ class TurnRenderer:
         if conversation.prefills and self._loss_on != "all":
             texts = [self._without_prefills(text, conversation.prefills, guarded) for text in texts]
         if not (guarded or self._reads_tokens):
-            held = frozenset()  # the template's own, such as the end of the reasoning
-        return Rendered(texts, guarded, held, frozenset(lost | ignored))
+            special_texts = frozenset()  # the template's own, such as the end of the reasoning
+        return Rendered(texts, guarded, special_texts, frozenset(lost | ignored))
 
     def whole(self, conversation: Conversation) -> str:
         return self._render(conversation)[0]
@@ -91,13 +91,13 @@ class TurnRenderer:
         return texts
 
     def _ignored_arguments(self, conversation: Conversation) -> set[TextKind]:
-        wrong = self.template.unknown_argument(conversation.template_kwargs)
-        if wrong is None:
+        fault = self.template.unknown_argument(conversation.template_kwargs)
+        if fault is None:
             return set()
         if "template_kwargs" in self._allowed:
             return {"template_kwargs"}
         raise RowError(
-            f"unknown template argument: {wrong}; give a template that does in data.chat_template, "
+            f"unknown template argument: {fault}; give a template that does in data.chat_template, "
             "or allow its loss: data.allow_unrendered: [template_kwargs]"
         )
 
@@ -138,14 +138,14 @@ class TurnRenderer:
         """Return texts in which each turn follows the prompt of inference. Turns share a text as
         long as it begins as inference has it: first the whole, then the longest others."""
         conversation = self.template.adapted(conversation)
-        whole, blocks = self._rendered(conversation, conversation.messages)
+        full_text, blocks = self._rendered(conversation, conversation.messages)
         if self._loss_on == "all":
-            return [self._all_of(whole, conversation)]
+            return [self._all_of(full_text, conversation)]
         chosen = self._chosen(conversation)
         if len(chosen) >= MANY_TURNS:
             with suppress(WindowError):
-                return self._texts_of(chosen, conversation, (whole, blocks), windowed=True)
-        return self._texts_of(chosen, conversation, (whole, blocks), windowed=False)
+                return self._texts_of(chosen, conversation, (full_text, blocks), windowed=True)
+        return self._texts_of(chosen, conversation, (full_text, blocks), windowed=False)
 
     def _texts_of(
         self,
@@ -157,7 +157,7 @@ class TurnRenderer:
     ) -> list[TurnText]:
         """Return the texts of chosen turns. rendered: the whole conversation; windowed: texts are
         made from windows, which may raise `WindowError`."""
-        number, (whole, _) = len(conversation.messages), rendered
+        number, (full_text, _) = len(conversation.messages), rendered
         beginnings = Beginnings(
             partial(self._rendered, conversation),
             conversation.messages,
@@ -170,12 +170,12 @@ class TurnRenderer:
             text, turn = self._turn(conversation, index, beginnings, rendered if is_last else None)
             if not is_last:
                 beginnings.advance(index + 1)
-            elif text.startswith(whole):
-                whole = text  # an open turn has got its end
-            shared = whole.startswith(text[: turn.stop])
-            turns.append((whole if shared else text, turn))
+            elif text.startswith(full_text):
+                full_text = text  # an open turn has got its end
+            shared = full_text.startswith(text[: turn.stop])
+            turns.append((full_text if shared else text, turn))
         beginnings.check(rendered[0])
-        texts = [TurnText(whole, number)]
+        texts = [TurnText(full_text, number)]
         for text, turn in reversed(turns):
             beginning = text[: turn.stop]
             host = next((other for other in texts if other.text.startswith(beginning)), None)
@@ -184,14 +184,16 @@ class TurnRenderer:
             host.turns.insert(0, turn)
         return [text for text in reversed(texts) if text.turns]
 
-    def _all_of(self, whole: str, conversation: Conversation) -> TurnText:
+    def _all_of(self, full_text: str, conversation: Conversation) -> TurnText:
         last = conversation.messages[-1]
-        if last["role"] == "assistant" and self._end_of_turn(whole, 0) is None:
-            whole += self._next_token(last, whole, 0)
+        if last["role"] == "assistant" and self._end_of_turn(full_text, 0) is None:
+            full_text += self._next_token(last, full_text, 0)
         turns = [n for n, is_trained in enumerate(conversation.trained) if is_trained]
         for index in turns:
-            self._check_reasoning_begins(conversation, index, "", whole)
-        return TurnText(whole, len(conversation.messages), [Turn(n, 0, len(whole)) for n in turns])
+            self._check_reasoning_begins(conversation, index, "", full_text)
+        return TurnText(
+            full_text, len(conversation.messages), [Turn(n, 0, len(full_text)) for n in turns]
+        )
 
     def _turn(
         self,
@@ -277,12 +279,12 @@ class TurnRenderer:
     @cached_property
     def _trailer(self) -> str:
         """The end of a conversation after its last turn: Phi-3's second end token."""
-        whole, longer = self.whole(PROBE), self._rendered_or_empty(NEXT_TURNS[False])
-        start = self._encoder.start_of_last_special(whole)
-        stop = self._encoder.end_of_last_special(whole[:start], 0)
-        if stop is None or whole[stop:start].strip() or not longer.startswith(whole[:stop]):
+        full_text, longer = self.whole(PROBE), self._rendered_or_empty(NEXT_TURNS[False])
+        start = self._encoder.start_of_last_special(full_text)
+        stop = self._encoder.end_of_last_special(full_text[:start], 0)
+        if stop is None or full_text[stop:start].strip() or not longer.startswith(full_text[:stop]):
             return ""
-        return "" if longer.startswith(whole) else whole[stop:]
+        return "" if longer.startswith(full_text) else full_text[stop:]
 
     def _next_token(self, message: Message, text: str, start: int) -> str:
         """Return the first special token of the next role (a tool's after a call); empty if it has
@@ -336,12 +338,12 @@ class TurnRenderer:
         """Return the conversation with guarded special tokens. Tokens that the template searches
         for in an assistant's text, such as the end of its reasoning, stay."""
         guard = self._encoder.guard
-        own = self.template.searched_texts
+        searched = self.template.searched_texts
         messages: list[Message] = []
         for message in conversation.messages:
             guarded: Message = map_texts(message, guard)
             if message["role"] == "assistant":
-                guarded["content"] = guard(message["content"], but=own)
+                guarded["content"] = guard(message["content"], but=searched)
             messages.append(guarded)
         return replace(
             conversation,

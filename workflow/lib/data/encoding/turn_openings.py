@@ -174,7 +174,7 @@ class TurnOpenings:
             add_generation_prompt=True,
         )
         bare = {k: v for k, v in message.items() if k not in REASONING_KEYS} | {"content": CONTENT}
-        for turn in [bare, *_named(bare), {"role": "assistant", "content": CONTENT}]:
+        for turn in [bare, *_with_named_call(bare), {"role": "assistant", "content": CONTENT}]:
             marked = self._marked(conversation, index, turn)
             # shortest header first: an earlier turn may hold the token that ends the prompt
             splits = sorted(self._splits(prompt, marked.before), key=lambda split: len(split[2]))
@@ -238,7 +238,7 @@ class TurnOpenings:
         )[0]
 
 
-def _named(turn: Message) -> Iterator[Message]:
+def _with_named_call(turn: Message) -> Iterator[Message]:
     """Yield a turn whose first call has the mark for a name, for templates that write no text
     beside calls."""
     if calls := turn.get("tool_calls"):

@@ -148,11 +148,11 @@ def choose_files(source: Source, paths: Sequence[str], *, commit: str, folder: P
         raise source.error(*fault)
     if is_adapter:
         return {ADAPTER, ADAPTER_WEIGHTS}
-    wanted = {path for path in paths if _matches(path, MODEL_FILES)}
+    chosen = {path for path in paths if _matches(path, MODEL_FILES)}
     if SINGLE in paths:
-        return wanted | {SINGLE}
+        return chosen | {SINGLE}
     index = fetch_first(source, INDEX, commit=commit, folder=folder)
-    return wanted | {INDEX} | weight_shards(source, index, listed=paths)
+    return chosen | {INDEX} | weight_shards(source, index, listed=paths)
 
 
 def weight_shards(source: Source, index: Path, *, listed: Iterable[str]) -> set[str]:
@@ -164,10 +164,11 @@ def weight_shards(source: Source, index: Path, *, listed: Iterable[str]) -> set[
         raise source.error(
             f"{INDEX} of this repository is no index of a checkpoint ({error!r})", change
         ) from None
-    wrong = sorted(s for s in shards if s not in listed or not s.endswith(".safetensors"))
-    if wrong:
+    unusable = sorted(s for s in shards if s not in listed or not s.endswith(".safetensors"))
+    if unusable:
         raise source.error(
-            f"{INDEX} names {listed_names(wrong)}, no safetensors file of this repository", change
+            f"{INDEX} names {listed_names(unusable)}, no safetensors file of this repository",
+            change,
         )
     return shards
 
@@ -202,12 +203,12 @@ def _matches(path: str, patterns: Iterable[str]) -> bool:
 def check_disk_space(source: Source, sizes: Mapping[str, int], *, folder: Path) -> None:
     """Raise `UserError` if the files that `folder` lacks do not fit on its disk."""
     present = {path: (folder / path).stat().st_size for path in sizes if (folder / path).is_file()}
-    needed = sum(size for path, size in sizes.items() if present.get(path) != size)
+    download_bytes = sum(size for path, size in sizes.items() if present.get(path) != size)
     free = shutil.disk_usage(folder).free
-    if needed > free:
+    if download_bytes > free:
         raise source.error(
-            f"{needed / 2**30:.1f} GiB are to be downloaded, {free / 2**30:.1f} GiB are free on "
-            "the disk",
+            f"{download_bytes / 2**30:.1f} GiB are to be downloaded, {free / 2**30:.1f} GiB are "
+            "free on the disk",
             "Free the difference, or run in a folder on a larger disk",
         )
 
@@ -228,12 +229,12 @@ def fetch(source: Source, paths: Iterable[str], *, commit: str, folder: Path) ->
     patterns = [glob.escape(path) for path in paths]
     snapshot_download(source.repo_id, **options, allow_patterns=patterns)
     verification = HfApi().verify_repo_checksums(source.repo_id, **options)
-    wrong = sorted(mismatch["path"] for mismatch in verification.mismatches)
-    for path in wrong:
+    damaged = sorted(mismatch["path"] for mismatch in verification.mismatches)
+    for path in damaged:
         (folder / path).unlink()
-    if wrong:
+    if damaged:
         raise UserError(
-            f"{listed_names(wrong)} of {source.repo_id} was damaged on the way: the checksum is "
+            f"{listed_names(damaged)} of {source.repo_id} was damaged on the way: the checksum is "
             "not what the hub announces. It was removed; repeat the command to download it again."
         )
 
@@ -270,13 +271,13 @@ def partial_folder(output: Path) -> Path:
 
 def publish(partial: Path, output: Path, *, keep: Iterable[str]) -> None:
     """Remove all but the files `keep` from the partial folder, and give it its name."""
-    kept = {partial / path for path in keep}
+    kept_paths = {partial / path for path in keep}
     shutil.rmtree(partial / ".cache", ignore_errors=True)
     for path in sorted(partial.rglob("*"), reverse=True):  # reverse: contents before their folder
         if path.is_dir():
             if not any(path.iterdir()):
                 path.rmdir()
-        elif path in kept:
+        elif path in kept_paths:
             sync(path)
         else:
             path.unlink()

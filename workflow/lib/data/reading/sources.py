@@ -148,15 +148,19 @@ def _named_files(path: str, *, root: Path, setting: str) -> list[str]:
 
 def _glob(pattern: str, root: Path, *, setting: str) -> list[str]:
     """Return the files that a glob matches, sorted; as in a shell, `*` matches no hidden name."""
-    whole = Path(pattern)
-    start = Path(whole.anchor) if whole.is_absolute() else root
-    below = whole.relative_to(whole.anchor) if whole.is_absolute() else whole
+    pattern_path = Path(pattern)
+    start = Path(pattern_path.anchor) if pattern_path.is_absolute() else root
+    below = (
+        pattern_path.relative_to(pattern_path.anchor)
+        if pattern_path.is_absolute()
+        else pattern_path
+    )
     walked = below / "*" if below.name == "**" else below
     paths = list(start.glob(str(walked)))
-    names = [str(path if whole.is_absolute() else path.relative_to(root)) for path in paths]
-    wanted = _glob_regex(str(whole))
+    names = [str(path if pattern_path.is_absolute() else path.relative_to(root)) for path in paths]
+    pattern_regex = _glob_regex(str(pattern_path))
     matches = {
-        name: path for name, path in zip(names, paths, strict=True) if wanted.fullmatch(name)
+        name: path for name, path in zip(names, paths, strict=True) if pattern_regex.fullmatch(name)
     }
     for name, path in matches.items():
         _check_link(path, name, pattern, setting)
@@ -185,15 +189,15 @@ def _folder_files(folder: Path, path: str, setting: str) -> list[str]:
     if (folder / SAVED_STATE).is_file():
         return _saved_files(folder, path, setting)
     below = {str(entry.relative_to(folder)): entry for entry in folder.rglob("*")}
-    seen = {name: entry for name, entry in below.items() if not _is_hidden(name)}
-    for name, entry in seen.items():
+    visible = {name: entry for name, entry in below.items() if not _is_hidden(name)}
+    for name, entry in visible.items():
         if type_by_name(Path(name)) or entry.is_dir():
             _check_link(entry, name, path, setting)
             if (why := why_unreadable(entry)) is not None:
                 raise setting_error(setting, path, f"{name} in it: {why}", "Remove or mend it")
     names = sorted(
         name
-        for name, entry in seen.items()
+        for name, entry in visible.items()
         if type_by_name(Path(name)) and name != HUB_RECORD and entry.is_file()
     )
     types = sorted({str(type_by_name(Path(name))) for name in names})
@@ -257,11 +261,11 @@ def matching(paths: Iterable[str], pattern: str) -> set[str]:
     """Return the paths of a listing that `find_files` would take for `pattern`: a file, a folder
     with its content, or a glob."""
     paths = list(paths)
-    wanted = "" if pattern in (".", "./") else pattern.rstrip("/")
-    if wanted in paths:
-        return {wanted}
-    below = {path for path in paths if not wanted or path.startswith(wanted + "/")}
-    return below or {path for path in paths if _glob_regex(wanted).fullmatch(path)}
+    name = "" if pattern in (".", "./") else pattern.rstrip("/")
+    if name in paths:
+        return {name}
+    below = {path for path in paths if not name or path.startswith(name + "/")}
+    return below or {path for path in paths if _glob_regex(name).fullmatch(path)}
 
 
 def _glob_regex(pattern: str) -> re.Pattern[str]:

@@ -118,8 +118,8 @@ def collect_documents(shards: Sequence[Shard], *, folder: Path, name: str) -> Do
     count = sum(shard.documents for shard in shards)
     assert count < 2**32, "documents are numbered in 4 bytes"
     if not count:
-        nothing = {column: np.empty(0, dtype=kind) for column, kind in COLUMNS.items()}
-        return Documents(shards, columns=nothing)
+        empty_columns = {column: np.empty(0, dtype=kind) for column, kind in COLUMNS.items()}
+        return Documents(shards, columns=empty_columns)
     columns = {
         column: np.lib.format.open_memmap(
             folder / f"{name}.{column}.npy", mode="w+", dtype=np.dtype(kind), shape=(count,)

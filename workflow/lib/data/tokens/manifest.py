@@ -183,7 +183,7 @@ def row_lengths(positions: npt.NDArray[np.int32]) -> Iterator[npt.NDArray[np.int
 
 def weight_facts(weights: npt.NDArray[np.float32]) -> Facts:
     """Return the facts on the weights (rows, seq_len) of tokens; untrained ones have 0."""
-    smallest, largest, total, count, others = np.inf, 0.0, 0.0, 0, 0
+    smallest, largest, total, count, reweighted = np.inf, 0.0, 0.0, 0, 0
     step = max(1, CHUNK_TOKENS // weights.shape[1])
     for first in range(0, len(weights), step):
         block = weights[first : first + step]
@@ -191,12 +191,12 @@ def weight_facts(weights: npt.NDArray[np.float32]) -> Facts:
         if len(block):
             smallest, largest = min(smallest, block.min()), max(largest, block.max())
         total, count = total + block.sum(), count + len(block)
-        others += int(np.count_nonzero(block != 1))
+        reweighted += int(np.count_nonzero(block != 1))
     return {
         "smallest": float(smallest),
         "largest": float(largest),
         "mean": float(total / count),
-        "tokens": others,
+        "tokens": reweighted,
     }
 
 

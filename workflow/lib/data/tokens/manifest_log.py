@@ -61,9 +61,11 @@ def log_facts(
     if facts["dropped_by_reason"]:
         logger.info("dropped rows, with line and reason: %s", output / REJECTS)
     _log_sources(facts["sources"])
-    left = {label.split(" (")[0] for source in facts["sources"] for label in source["not_read"]}
+    unread_keys = {
+        label.split(" (")[0] for source in facts["sources"] for label in source["not_read"]
+    }
     for key in leave_out:
-        if key not in left:
+        if key not in unread_keys:
             logger.warning("data.leave_out names %r, which holds a value in no row", key)
     special = sum(source["special_token_texts"] for source in facts["sources"])
     if special and special_tokens is None:
@@ -90,9 +92,9 @@ def _log_examples(facts: dict[str, Any]) -> None:
         if facts["examples"] == "pairs":
             logger.info("%s: %d pairs of a chosen and a rejected answer", name, count)
         else:
-            good = split["good_answers"]
+            num_good = split["good_answers"]
             message = "%s: %d rated answers, %d good and %d bad, each with that of another row"
-            logger.info(message, name, count, good, count - good)
+            logger.info(message, name, count, num_good, count - num_good)
 
 
 def _log_split(name: str, split: dict[str, Any], *, seq_len: int) -> None:

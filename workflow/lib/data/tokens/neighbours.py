@@ -27,7 +27,7 @@ def with_neighbours(split: Split, *, seq_len: int, work: Path, train: Split) -> 
     `UserError` if an answer has no neighbour."""
     prompts, answers = _digests(split)
     following = next_others(split.documents.ordinals[split.chosen], prompts, answers)
-    others = [(split.documents, int(split.chosen[index])) for index in following]
+    partners = [(split.documents, int(split.chosen[index])) for index in following]
     lacking = np.flatnonzero(following < 0)
     train_prompts, train_answers = _digests(train if len(lacking) else split)
     for index in lacking.tolist():
@@ -40,11 +40,11 @@ def with_neighbours(split: Split, *, seq_len: int, work: Path, train: Split) -> 
                 "or set train.objective to sft."
             )
         drawn = np.flatnonzero(fitting)[index % int(fitting.sum())]
-        others[index] = train.documents, int(train.chosen[drawn])
+        partners[index] = train.documents, int(train.chosen[drawn])
     shards: list[Shard] = []
     first = 0
     for shard, chosen in split.documents.by_shard(split.chosen):
-        neighbours = others[first : first + len(chosen)]
+        neighbours = partners[first : first + len(chosen)]
         stem = work / f"{split.name}-neighbours-{len(shards):05d}"
         shards.append(_write_shard(split.documents, shard, chosen, neighbours, seq_len, stem))
         first += len(chosen)
@@ -81,8 +81,8 @@ def next_others(
             step = np.maximum(step, np.where(digests[at] == digests[pending], distance[at], 0))
         following[pending[step == 0]] = at[step == 0]
         candidate += step
-        kept = (step > 0) & (candidate < pending + len(answers))
-        pending, candidate = pending[kept], candidate[kept]
+        is_pending = (step > 0) & (candidate < pending + len(answers))
+        pending, candidate = pending[is_pending], candidate[is_pending]
     return following
 
 
@@ -97,7 +97,7 @@ def _write_shard(
     documents: Documents,
     number: int,
     chosen: npt.NDArray[np.uint32],
-    others: Sequence[tuple[Documents, int]],
+    partners: Sequence[tuple[Documents, int]],
     seq_len: int,
     stem: Path,
 ) -> Shard:
@@ -106,15 +106,18 @@ def _write_shard(
     rows = source.table()[chosen - documents.shard_offsets[number]]
     ids, masks, table = [], [], np.repeat(rows, 2).astype(TABLE)
     for index, (number_of_own, (source_of_other, number_of_other)) in enumerate(
-        zip(chosen.tolist(), others, strict=True)
+        zip(chosen.tolist(), partners, strict=True)
     ):
-        own, mask = documents[number_of_own]
-        other, other_mask = source_of_other[number_of_other]
-        prompt, answer = prompt_of(own, mask), slice(len(prompt_of(other, other_mask)), None)
-        kept = slice(seq_len - len(own))
-        ids += [own, np.concatenate([prompt, other[answer]])[kept]]
+        row_ids, mask = documents[number_of_own]
+        partner, other_mask = source_of_other[number_of_other]
+        prompt, answer = (
+            prompt_of(row_ids, mask),
+            slice(len(prompt_of(partner, other_mask)), None),
+        )
+        fitting = slice(seq_len - len(row_ids))
+        ids += [row_ids, np.concatenate([prompt, partner[answer]])[fitting]]
         untrained = np.zeros(len(prompt), dtype=np.bool_)
-        masks += [mask, np.concatenate([untrained, other_mask[answer]])[kept]]
+        masks += [mask, np.concatenate([untrained, other_mask[answer]])[fitting]]
         entry = table[2 * index + 1 : 2 * index + 2]
         entry["length"], entry["trained"] = len(ids[-1]), np.count_nonzero(masks[-1])
         entry["digest"] = digest(ids[-1].tobytes())

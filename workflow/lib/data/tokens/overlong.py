@@ -193,13 +193,13 @@ class _DividedChat:
         """Return the system text and the questions [first, stop)."""
         ends = [*self.starts, len(self._chat.messages)]
 
-        kept = [*range(self._head), *range(ends[first], ends[stop])]
+        numbers = [*range(self._head), *range(ends[first], ends[stop])]
         weights = self._chat.weights
         return replace(
             self._chat,
-            messages=[self._chat.messages[n] for n in kept],
-            trained=[self._chat.trained[n] for n in kept],
-            weights=None if weights is None else [weights[n] for n in kept],
+            messages=[self._chat.messages[n] for n in numbers],
+            trained=[self._chat.trained[n] for n in numbers],
+            weights=None if weights is None else [weights[n] for n in numbers],
         )
 
     def length(self, first: int, stop: int) -> int:

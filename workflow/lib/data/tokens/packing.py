@@ -96,24 +96,24 @@ def _fill_rows(
     lengths: npt.NDArray[np.int64], seq_len: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return the lengths of all rows, concatenated, and the number in each row."""
-    left = _Lengths(lengths, seq_len)
+    remaining = _Lengths(lengths, seq_len)
     packed: list[int] = []
     sizes: list[int] = []
-    while left.bits:
+    while remaining.bits:
         before = len(packed)
-        _fill_row(packed, left, seq_len)
+        _fill_row(packed, remaining, seq_len)
         sizes.append(len(packed) - before)
     return np.array(packed, dtype=np.int64), np.array(sizes, dtype=np.int64)
 
 
-def _fill_row(packed: list[int], left: _Lengths, space: int) -> None:
-    longest = left.longest_within(space)
+def _fill_row(packed: list[int], remaining: _Lengths, space: int) -> None:
+    longest = remaining.longest_within(space)
     while longest:
-        pair = left.pair_of(space) if longest < space else None
+        pair = remaining.pair_of(space) if longest < space else None
         for length in pair or (longest,):
-            packed.append(left.take(length))
+            packed.append(remaining.take(length))
             space -= length
-        longest = left.longest_within(space)
+        longest = remaining.longest_within(space)
 
 
 def _in_order(documents: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], seed: int) -> Packing:

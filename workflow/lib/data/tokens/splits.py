@@ -31,11 +31,11 @@ def times_taken(documents: int, *, weight: float, source: int, seed: int) -> npt
     """Return how often an epoch takes each document of a source, shape (documents,). Weight w:
     floor(w) times, and a share of w - floor(w) (rounded, at least one of a source that would lose
     all) once more, drawn by `seed` independently of other sources."""
-    whole, share = int(weight), weight - int(weight)
+    full_times, share = int(weight), weight - int(weight)
     extra = round(share * documents)
-    if whole == 0 and documents:
+    if full_times == 0 and documents:
         extra = max(1, extra)
-    times = np.full(documents, whole, dtype=np.uint8)
+    times = np.full(documents, full_times, dtype=np.uint8)
     times[drawn(extra, total=documents, seed=[seed, source])] += 1
     return times
 
@@ -136,14 +136,14 @@ def divide(
     number and `seed` alone. Groups (`Documents.groups`) stay together, as many as fit the share;
     raises `UserError` if there is one alone."""
     count = max(1, round(corpus.rows_read * share))
-    held = np.zeros(corpus.rows_read, dtype=np.bool_)
+    is_heldout = np.zeros(corpus.rows_read, dtype=np.bool_)
     if documents.groups.any():
-        held[_drawn_groups(documents, count=count, seed=seed)] = True
+        is_heldout[_drawn_groups(documents, count=count, seed=seed)] = True
     else:
-        held[drawn(count, total=corpus.rows_read, seed=seed)] = True
+        is_heldout[drawn(count, total=corpus.rows_read, seed=seed)] = True
     return (
-        _split("train", corpus, documents, dropped, ~held),
-        _split("heldout", corpus, documents, dropped, held),
+        _split("train", corpus, documents, dropped, ~is_heldout),
+        _split("heldout", corpus, documents, dropped, is_heldout),
     )
 
 
@@ -162,11 +162,11 @@ def _drawn_groups(documents: Documents, *, count: int, seed: int) -> npt.NDArray
             "column that tells groups apart, or give data.heldout."
         )
     order = drawn(len(sizes), total=len(sizes), seed=seed)
-    chosen, room = np.zeros(len(sizes), dtype=np.bool_), count
+    chosen, remaining = np.zeros(len(sizes), dtype=np.bool_), count
     for group, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
-        if size <= room:
-            chosen[group], room = True, room - size
-    if room == count:
+        if size <= remaining:
+            chosen[group], remaining = True, remaining - size
+    if remaining == count:
         chosen[sizes.argmin()] = True
     return ordinals[chosen[numbers]]
 

@@ -229,10 +229,10 @@ def _check_examples(path: Path, manifest: dict[str, Any]) -> None:
             f"{path / MANIFEST}: examples = {examples!r}, but this version of the workflow knows "
             f"{', '.join(get_args(Examples))}. Delete the folder {path} and run the workflow again."
         )
-    held = {name for name in OPTIONAL_ARRAYS if name in manifest["files"]}
-    needed, allowed = (set(DESIRABLE),) * 2 if examples == "rated" else (set[str](), set(WEIGHTS))
-    if not needed <= held <= (allowed if examples != "pairs" else set()):
-        listed = ", ".join(sorted(held)) or "no optional array"
+    present = {name for name in OPTIONAL_ARRAYS if name in manifest["files"]}
+    required, allowed = (set(DESIRABLE),) * 2 if examples == "rated" else (set[str](), set(WEIGHTS))
+    if not required <= present <= (allowed if examples != "pairs" else set()):
+        listed = ", ".join(sorted(present)) or "no optional array"
         finding = f"says that its examples are {examples}, and it has {listed}"
         raise damaged(path, MANIFEST, finding)
     if examples != "texts" and documents["documents"] % 2:

@@ -121,9 +121,9 @@ H100 = replace(
 )
 MEASURED = {"NVIDIA H200": H200, "NVIDIA H100 80GB HBM3": H100}
 PROBED_SPREAD = 1.15  # `Rates.host_spread` where a probe measured copies
-# Results of `benchmark.probe` on an H200 (driver 580, torch 2.11, November 2026). `python` is of a
-# host whose steps were fitted; others are slower. `host` corresponds to 29.4 GB/s in a step: of
-# 54.8 in the probe, copies of a step reached 47, and on an H100 41.5 of 53.2.
+# Results of `benchmark.probed_rates` on an H200 (driver 580, torch 2.11, November 2026). `python`
+# is of a host whose steps were fitted; others are slower. `host` corresponds to 29.4 GB/s in a
+# step: of 54.8 in the probe, copies of a step reached 47, and on an H100 41.5 of 53.2.
 PROBED_H200 = {
     "matmul": 684e12,
     "matmul in 8 bits": 1178e12,

@@ -113,14 +113,14 @@ def _samples(heldout: Split, pieces: Pieces) -> Iterator[_Sample]:
 
 
 def _sample(part: Exchanges, numbers: Integers) -> _Sample:
-    most = np.maximum(ANSWER_KEYS, np.bincount(part.answer_owners) // SAMPLED_SHARE)
-    answers = _smallest(part.answers, part.answer_owners, most=most)
+    limits = np.maximum(ANSWER_KEYS, np.bincount(part.answer_owners) // SAMPLED_SHARE)
+    answers = _smallest(part.answers, part.answer_owners, limits=limits)
     lengths = np.bincount(part.context_owners)
     ends = np.cumsum(lengths)[part.context_owners] - np.arange(len(part.contexts))
     is_end = (ends <= END_KEYS) | (ends > lengths[part.context_owners] - END_KEYS)
     ranks = np.where(is_end, np.uint64(0), part.contexts)
-    most = np.full(len(lengths), CONTEXT_KEYS)
-    contexts = _smallest(part.contexts, part.context_owners, most=most, ranks=ranks)
+    limits = np.full(len(lengths), CONTEXT_KEYS)
+    contexts = _smallest(part.contexts, part.context_owners, limits=limits, ranks=ranks)
     return _Sample(
         documents=numbers[part.documents],
         tokens=part.tokens,
@@ -134,17 +134,17 @@ def _sample(part: Exchanges, numbers: Integers) -> _Sample:
 
 
 def _smallest(
-    hashes: Hashes, owners: Integers, *, most: Integers, ranks: Hashes | None = None
+    hashes: Hashes, owners: Integers, *, limits: Integers, ranks: Hashes | None = None
 ) -> Integers:
     """Return the places of each owner's first hashes by `ranks` (by default the hashes themselves),
-    without duplicates, at most `most` of an owner."""
+    without duplicates, at most `limits` of an owner."""
     order, firsts = grouped(owners, hashes)
     order = order[firsts]
     if ranks is not None:
         order = order[np.lexsort((ranks[order], owners[order]))]
     counts = np.bincount(owners[order])
     ranks_in_owner = np.arange(len(order)) - (np.cumsum(counts) - counts)[owners[order]]
-    chosen: Integers = order[ranks_in_owner < most[owners[order]]]
+    chosen: Integers = order[ranks_in_owner < limits[owners[order]]]
     return chosen
 
 
@@ -296,8 +296,8 @@ class _Shared:
         """Count the keys of a shard's documents; a key of many rows is dropped."""
         few = self.rows[keys] <= MOST_ROWS
         order, firsts = grouped(keys[few], documents[few])
-        kept = np.flatnonzero(few)[order[firsts]]
-        self._pairs.append((keys[kept], documents[kept]))
+        chosen = np.flatnonzero(few)[order[firsts]]
+        self._pairs.append((keys[chosen], documents[chosen]))
         ordinals = self._train.documents.ordinals[documents]
         self.rows += rows_by_key(keys, ordinals, keys=len(self.rows))
 
@@ -325,17 +325,20 @@ def _matches(
     # A training document may share several exchanges of a held-out one.
     order, firsts = grouped(index.documents[sharing], documents)
     covered = np.add.reduceat((shares * index.tokens[sharing])[order], firsts)
-    held, others = index.documents[sharing][order[firsts]], documents[order[firsts]]
+    queries, matched = (
+        index.documents[sharing][order[firsts]],
+        documents[order[firsts]],
+    )
     numbers, owners = np.unique(index.documents, return_inverse=True)
     totals = np.bincount(owners, weights=index.tokens)
-    share = covered / totals[np.searchsorted(numbers, held)]
-    too_much = np.maximum(share, covered / train.documents.trained[others]) >= least
+    share = covered / totals[np.searchsorted(numbers, queries)]
+    too_much = np.maximum(share, covered / train.documents.trained[matched]) >= least
     chosen = np.flatnonzero(too_much & (share >= LEAST_SHARE))
-    best = chosen[np.lexsort((others[chosen], -share[chosen], held[chosen]))]
+    best = chosen[np.lexsort((matched[chosen], -share[chosen], queries[chosen]))]
     last = -1
-    for number, other, most in zip(held[best], others[best], share[best], strict=True):
+    for number, match, best_share in zip(queries[best], matched[best], share[best], strict=True):
         if number != last:
-            yield Match(int(number), int(other), float(most))
+            yield Match(int(number), int(match), float(best_share))
         last = number
 
 
@@ -351,8 +354,8 @@ def _shares(
     shares = counts / key_counts
     is_whole = counts >= SAME * (key_counts - edges[sharing])
     is_passage = (shares >= least) | (shares * index.tokens[sharing] >= SHORT_WORDS)
-    whole = by_question | (index.shingles < SHORT_SHINGLES)
-    return sharing, documents, np.where(whole[sharing], is_whole, shares * is_passage)
+    is_indivisible = by_question | (index.shingles < SHORT_SHINGLES)
+    return sharing, documents, np.where(is_indivisible[sharing], is_whole, shares * is_passage)
 
 
 def _counted(
