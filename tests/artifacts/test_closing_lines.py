@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from tests.support.report_examples import write_run
+from tests.support.report_examples import add_forgetting, write_run
 from workflow.lib.artifacts.closing_lines import closing_lines
 
 NOW, BEFORE = 2_000_000_000.0, 1_000_000_000.0
@@ -37,6 +37,14 @@ def test_losses_before_and_after_come_from_the_evaluation(results):
         "run demo",
         f"  loss       {before:.3f} -> {after:.3f} held out, nats per token (base -> tuned)",
     ]
+
+
+@pytest.mark.parametrize(("rise", "warned"), [(0.125, True), (0.0, False)])
+def test_model_that_got_worse_at_other_texts_is_in_the_last_lines(results, rise, warned):
+    add_forgetting(results / "runs" / "demo", rise)
+    (*found,) = (line for line in lines(results) if line.startswith("  warning"))
+    assert len(found) == warned
+    assert all("tuned model got worse at texts of other kinds: +0.1250 [" in line for line in found)
 
 
 def test_run_without_evaluation_shows_losses_of_the_training(results):

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.evaluation.test_lm_eval_tasks import task_file
 from tests.support.tiny_export import exported_run, random_documents, tiny_adapter, tiny_tokens
+from workflow.lib.artifacts.evaluation_record import forgetting
 from workflow.lib.data.encoding.tokenizer import load_tokenizer
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.evaluation.evaluated_models import (
@@ -18,6 +19,7 @@ from workflow.lib.evaluation.evaluated_models import (
     subjects,
 )
 from workflow.lib.evaluation.heldout_loss import heldout_losses
+from workflow.lib.evaluation.other_texts import OtherTexts
 from workflow.lib.evaluation.questions import Archive, content_key, measure, parts, prepare
 from workflow.lib.evaluation.results import evaluations, summary_lines
 from workflow.lib.evaluation.rewards import Preferences
@@ -72,9 +74,11 @@ class Evaluator:
     """Evaluates the folder's models against an archive; tells which parts were measured, by
     subject."""
 
-    def __init__(self, folder, archive, tokenizer, *, tokens="tokens", streamed=False):
+    def __init__(
+        self, folder, archive, tokenizer, *, tokens="tokens", streamed=False, other_texts=None
+    ):
         self.folder, self.archive, self.tokenizer = folder, Archive(archive), tokenizer
-        self.tokens, self.streamed = tokens, streamed
+        self.tokens, self.streamed, self.other_texts = tokens, streamed, other_texts
 
     def preferences(self, tokens, settings):
         return None
@@ -86,6 +90,7 @@ class Evaluator:
             tokenizer=self.tokenizer,
             settings=settings,
             preferences=self.preferences(tokens, settings),
+            other_texts=self.other_texts,
         )
         options = load_options(self.folder / "base", device=CPU, settings=ModelConfig())
         asked = parts(questions, world=world)
@@ -152,6 +157,32 @@ def test_original_that_is_streamed_has_the_losses_of_a_loaded_one(
     assert new["original"] == ["heldout"]
     assert (found["original"].tasks, found["original"].samples) == ({}, [])
     assert found["tuned"].comparisons["original"].tasks == {}
+
+
+OTHER = OtherTexts(random_documents(8, seed=5), ["prose"] * 3 + ["code"] * 5)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_other_texts_are_measured_as_held_out_documents_are(folder, tokenizer, tmp_path, streamed):
+    only = EvaluateConfig(heldout=False, tasks=(), samples=0)
+    asking = Evaluator(folder, tmp_path, tokenizer, streamed=streamed, other_texts=OTHER)
+    _, measured, found, new = asking(only)
+    assert new == {name: ["other_texts"] for name in SUBJECTS}
+    alone = heldout_losses(load(folder, "base-original"), OTHER.documents, batch_size=4, device=CPU)
+    for got, expected in zip(measured["original"].other_texts, alone, strict=True):
+        assert got == pytest.approx(expected, rel=1e-5)  # fp32 sums in another order
+    losses = [found[name].other_texts for name in ("original", "tuned")]
+    assert list(losses[0].sources) == ["code", "prose"]
+    forgot = forgetting(found)
+    assert (forgot.reference, forgot.served, forgot.difference.documents) == (
+        "original",
+        "tuned",
+        8,
+    )
+    assert forgot.nats == pytest.approx(losses[1].loss - losses[0].loss)
+    for kind, paired in forgot.difference.sources.items():
+        before, after = (each.sources[kind].loss for each in losses)
+        assert paired.loss_difference == pytest.approx(before - after)
 
 
 def test_start_is_the_base_with_its_own_adapter(folder, evaluator, evaluated, settings):
@@ -307,7 +338,7 @@ def test_broken_weights_are_named_as_such(folder, tokenizer, tmp_path):
     write_checksums(broken / "adapter")
     loss_only = EvaluateConfig(tasks=(), samples=0)
     with pytest.raises(
-        UserError, match=r"held-out loss of tuned on original is nan.*lower train\.learning_rate"
+        UserError, match=r"The loss of tuned on original is nan.*lower train\.learning_rate"
     ):
         Evaluator(broken, tmp_path / "archive", tokenizer)(loss_only)
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.support.report_examples import add_original, edit, write_run
+from tests.support.report_examples import add_forgetting, add_original, edit, write_run
 from tests.support.report_pages import Page, read, rendered
 from workflow.lib.report.comparison import comparison_csv, setting_columns
 
@@ -43,6 +43,18 @@ def test_columns_of_the_base_say_that_it_is_the_quantized_one(runs):
     assert float(row["pydocs_mc.acc.reference"]) == 0.2519
     assert (row["reference"], row["served"]) == ("base", "tuned")
     assert not [name for name in row if re.search(r"(?<!nf4_)\bbase", name) or ".base" in name]
+
+
+def test_forgetting_is_a_column_of_its_own(tmp_path):
+    for name in ("demo", "other"):
+        write_run(tmp_path, name, num_steps=3)
+    add_forgetting(tmp_path / "runs" / "demo", 0.125)
+    rows = list(csv.DictReader(io.StringIO(comparison_csv(read(tmp_path, "demo", "other")))))
+    assert [row["forgetting"] for row in rows] == ["0.125", ""]
+    assert (rows[0]["forgetting_ci95_low"], rows[0]["tuned_other_text_loss"]) == (
+        "0.09375",
+        "2.125",
+    )
 
 
 def test_cost_of_4_bits_is_a_column_of_its_own(tmp_path):

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.support.report_examples import add_original, edit, write_run
+from tests.support.report_examples import add_forgetting, add_original, edit, write_run
 from tests.support.report_pages import Page, read, rendered
 from workflow.lib.report.html_page import render_page
 from workflow.lib.settings.config import ReportConfig
@@ -98,6 +98,33 @@ def test_run_that_got_worse_or_failed_is_named_before_the_best(tmp_path):
     warned = rendered(tmp_path, "one", "two").split("<article")[0].rpartition("Look at")[2]
     assert "two" in warned
     assert "held-out loss is higher than the NF4 base" in warned
+
+
+WORSE = "The tuned model got worse at texts of other kinds"
+
+
+@pytest.mark.parametrize(
+    ("rise", "width", "warned"),
+    [(0.0625, 0.03125, True), (0.0469, 0.03125, False), (0.0625, 0.125, False)],
+)
+def test_model_that_got_clearly_worse_at_other_texts_is_warned_of(tmp_path, rise, width, warned):
+    add_forgetting(write_run(tmp_path, "demo", num_steps=3), rise, width=width)
+    page = rendered(tmp_path, "demo")
+    text = " ".join("".join(Page(page).text).split())
+    assert (f"{WORSE}: +{rise:.4f} [" in text) is warned
+    ends = f"[{rise - width:+.4f}, {rise + width:+.4f}]".replace("-", "\N{MINUS SIGN}")
+    assert f"+{rise:.4f} {ends} nats per token (tuned \N{MINUS SIGN} NF4 base) at 40 texts" in text
+    assert f"code +{rise:.4f}, prose +{rise:.4f}" in text
+    assert "Loss of other texts by kind" in text
+
+
+def test_forgetful_run_of_several_is_named_before_the_best(tmp_path):
+    for name, loss in (("one", 1.2), ("two", 1.7)):
+        add_forgetting(better(tmp_path, name, loss), 0.5 if name == "two" else 0.0)
+    page = rendered(tmp_path, "one", "two")
+    warned = page.split("<article")[0].rpartition("Look at")[2]
+    assert ("worse at other texts" in warned, "one" in warned) == (True, False)
+    assert "other texts, served &minus; reference" in page
 
 
 def with_gate(root, require, *, by="estimate"):

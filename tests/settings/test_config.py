@@ -125,6 +125,11 @@ def test_base_of_the_hub_has_no_second_id():
         ({"evaluate": {"require": {"t/acc": 5.0}}}, "no model can gain more than 1 by acc"),
         ({"evaluate": {"require": {"t/bleu,strict": 200.0}}}, "more than 100 by bleu"),
         ({"evaluate": {"require": {"heldout_loss": 500.0}}}, "more than 20 by heldout_loss"),
+        ({"evaluate": {"require": {"other_text_loss": 21.0}}}, "more than 20 by other_text_loss"),
+        (
+            {"evaluate": {"forgetting": False, "require": {"other_text_loss": -0.1}}},
+            "require = other_text_loss: it is not measured (forgetting = False)",
+        ),
         (
             {
                 "data": {"train": "chats.jsonl"},
@@ -135,7 +140,7 @@ def test_base_of_the_hub_has_no_second_id():
         ({"evaluate": {"require": {"reward_accuracy": 60.0}}}, "a share is at most 1"),
         (
             {"evaluate": {"require": {"reward": 0.6}}},
-            "heldout_loss, reward_accuracy, reward_margin or",
+            "heldout_loss, other_text_loss, reward_accuracy, reward_margin or",
         ),
         (
             {"evaluate": {"require": {"reward_margin": 0.1}}},
@@ -146,7 +151,7 @@ def test_base_of_the_hub_has_no_second_id():
                 "train": {"objective": "dpo"},
                 "evaluate": {"heldout": False, "require": {"reward_accuracy": 0.6}},
             },
-            "held-out answers are not measured",
+            "require = reward_accuracy: it is not measured (heldout = False)",
         ),
         ({"data": {"train": [{"path": "a", "weight": 1e-300}]}}, "must be at least 1e-06"),
         ({"data": {"heldout": None, "heldout_share": 1e-300}}, "must be at least 1e-06"),

@@ -27,6 +27,7 @@ MEASURED = ["original", "base", "tuned", "merged"]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = exported_run(tmp_path_factory.mktemp("run"))
+    (folder / "base" / "chat_template.jinja").unlink()
     tiny_tokenizer(folder / "base", chat_template=False)
     write_checksums(folder / "base")
     (folder / "template.jinja").write_text(CHAT_TEMPLATE)
@@ -77,6 +78,7 @@ def test_stage_succeeds_and_writes_its_artifacts_as_the_report_reads_them(finish
     assert measured.served.provenance.stage == "evaluate_run"
     assert measured.comparison.documents == 7
     assert list(measured.served.tasks) == ["local", "writes"]
+    assert measured.forgetting.difference.documents == 29, "chats need the model's own template"
 
 
 def test_numbers_of_every_subject_follow_from_the_items(finished):

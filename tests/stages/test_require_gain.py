@@ -12,6 +12,13 @@ from workflow.lib.report.verdict import Measured, refuse_unmet, verdicts
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import read_checked_json, write_checked_json
 
+LOST = {
+    "loss_difference": -0.25,
+    "loss_difference_ci95": [-0.375, -0.125],
+    "p_value": 0.001,
+    "documents": 40,
+    "sources": {},
+}
 TUNED = evaluation(
     "demo", "tuned"
 )  # gains 1.475 [1.371, 1.580] of loss and 0.362 [0.302, 0.421] of acc
@@ -44,12 +51,17 @@ def judged(require, *, by="estimate", change=None):
         ("reward_accuracy", 0.75, "interval", False),
         ("reward_margin", 0.25, "interval", True),
         ("reward_margin", 0.376, "estimate", False),
+        ("other_text_loss", -0.25, "estimate", True),
+        ("other_text_loss", -0.25, "interval", False),
+        ("other_text_loss", -0.2, "estimate", False),
     ],
 )
 def test_gain_or_the_lower_end_of_its_interval_must_reach_the_requirement(name, least, by, met):
-    (verdict,) = judged(
-        {name: least}, by=by, change=lambda content: content.update(rewards=REWARDS)
-    )
+    def change(content):
+        content.update(rewards=REWARDS)
+        content["comparisons"]["base"]["other_texts"] = LOST
+
+    (verdict,) = judged({name: least}, by=by, change=change)
     assert verdict.met is met
 
 

@@ -500,6 +500,38 @@ def add_preferences(
         )
 
 
+def text_loss(loss: float) -> dict[str, Any]:
+    """Return a loss of 40 texts of two kinds."""
+    fields = {"loss": loss, "loss_ci95": [loss - 0.25, loss + 0.25], "perplexity": 8.0}
+    whole = fields | {"documents": 40, "trained_tokens": 9001}
+    half = fields | {"documents": 20, "trained_tokens": 4500}
+    documents = [{"document": 0, "source": "prose", "loss_sum": 99.5, "tokens": 47}]
+    return whole | {
+        "of": "texts",
+        "sources": {"code": half, "prose": half},
+        "per_document": documents,
+    }
+
+
+def add_forgetting(folder: Path, rise: float, *, width: float = 0.03125) -> None:
+    """Let the served model of the run in `folder` have lost `rise` nats at other texts, with an
+    interval of +- `width`."""
+    for subject, loss in (("base", 2.0), ("tuned", 2.0 + rise)):
+        path = folder / "evaluate_run" / f"{subject}.json"
+        edit(path, lambda d, loss=loss: d.update(other_texts=text_loss(loss)))
+    paired = {
+        "loss_difference": -rise,
+        "loss_difference_ci95": [-rise - width, -rise + width],
+        "p_value": 0.001,
+        "documents": 40,
+    }
+    sources = {"code": paired | {"documents": 20}, "prose": paired | {"documents": 20}}
+    edit(
+        folder / "evaluate_run" / "tuned.json",
+        lambda d: d["comparisons"]["base"].update(other_texts=paired | {"sources": sources}),
+    )
+
+
 def evaluations(folder: Path) -> list[Path]:
     return [path for path in (folder / "evaluate_run").glob("*.json") if path.name != ITEMS]
 

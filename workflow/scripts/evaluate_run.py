@@ -1,10 +1,10 @@
-"""Measure the served model, the original model, the NF4 base and other forms: held-out loss, tasks,
-sample answers.
+"""Measure the served model, the original model, the NF4 base and other forms: held-out loss, loss
+of other texts, tasks, sample answers.
 
 Reads model files only, through stock Transformers and PEFT. Earlier measurements of the same model
 with the same settings (a folder of results, `--archive`) are not repeated. Each GPU's process takes
 a share of the work, with a copy of the model, or a shard of it if it is larger than one GPU. An
-original that fits nowhere is read layer by layer, for its held-out loss alone. Writes
+original that fits nowhere is read layer by layer, for its losses alone. Writes
 `<subject>.json` of each of `--subjects` into the folder `--output`. Works without a network unless
 `evaluate.tasks` names a task that is not in `evaluate.tasks_dir`."""
 

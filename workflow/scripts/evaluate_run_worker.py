@@ -11,12 +11,17 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from workflow.lib.artifacts.evaluation_record import ITEMS, Evaluation, Items
+from workflow.lib.artifacts.evaluation_record import ITEMS, Evaluation, Items, forgetting
 from workflow.lib.data.encoding.chat_template import with_arguments
-from workflow.lib.data.encoding.tokenizer import load_tokenizer, read_chat_template
+from workflow.lib.data.encoding.tokenizer import (
+    load_tokenizer,
+    num_usable_tokens,
+    read_chat_template,
+)
 from workflow.lib.data.tokens.token_store import TokenStore, recorded_arrays
 from workflow.lib.distributed.work_sharing import Process, check_recorded, join, main_first
 from workflow.lib.evaluation import evaluated_models
+from workflow.lib.evaluation.other_texts import OtherTexts
 from workflow.lib.evaluation.questions import (
     Archive,
     Measurement,
@@ -165,19 +170,24 @@ def prepare_questions(
 ) -> Questions:
     """Return the questions to all models, written by the chat template of the training."""
     tokenizer = load_tokenizer(args.base)
+    texts = None
+    if settings.forgetting:  # chats by the model's own template
+        usable = num_usable_tokens(tokenizer, args.base)
+        texts = OtherTexts.of(tokenizer, seq_len=store.seq_len, usable_tokens=usable)
     arguments = store.manifest["template_kwargs"]
     if args.chat_template is not None or arguments:
         template = read_chat_template(tokenizer, args.chat_template)
         tokenizer.chat_template = with_arguments(template, arguments)
     objective = objective_questions(args, settings, store)
-    return prepare(store, tokenizer=tokenizer, settings=settings, **objective)
+    return prepare(store, tokenizer=tokenizer, settings=settings, other_texts=texts, **objective)
 
 
 def log_questions(
     questions: Questions, store: TokenStore, machine: dict[str, Any], process: Process
 ) -> None:
     logger.info(
-        "%s, %s, %s, %d process(es)%s: loss of %d of %d held-out documents, %d samples, tasks: %s",
+        "%s, %s, %s, %d process(es)%s: loss of %d of %d held-out documents and of %d other "
+        "texts, %d samples, tasks: %s",
         machine["device"],
         machine["compute_dtype"],
         machine["attention"],
@@ -185,6 +195,7 @@ def log_questions(
         " that share the weights" if process.sharded else "",
         len(questions.losses_of),
         store.num_heldout_documents,
+        len(questions.other_texts.documents) if questions.other_texts else 0,
         len(questions.prompts),
         ", ".join(questions.tasks) or "none",
     )
@@ -213,7 +224,7 @@ def measure_all(
         logger.info(
             "%s%s: measured %s, %d of %d parts known before",
             FORMS[model.name].label,
-            ", larger than memory and read layer by layer, its held-out loss alone"
+            ", larger than memory and read layer by layer, its losses alone"
             if model.streamed
             else "",
             ", ".join(new) or "nothing",
@@ -231,3 +242,5 @@ def write(folder: Path, results: dict[SubjectName, Evaluation], items: Items) ->
         write_checked_json(made / ITEMS, items.as_json())
     for line in summary_lines(results):
         logger.info("%s", line)
+    if (forgot := forgetting(results)) is not None:
+        logger.log(logging.WARNING if forgot.is_worse else logging.INFO, "%s", forgot)

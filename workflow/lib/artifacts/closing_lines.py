@@ -1,15 +1,17 @@
 """The last lines of a finished command: what each run came to, and where it lies."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
+from workflow.lib.artifacts.evaluation_record import Evaluation, forgetting
 from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.training_record import Summary
-from workflow.lib.system.artifact_files import read_artifact
+from workflow.lib.settings.forms import REFERENCES, SubjectName
 
 CARD = "README.md"
 
 
-def closing_lines(results: Path, run: str, *, served: str, since: float) -> list[str]:
+def closing_lines(results: Path, run: str, *, served: SubjectName, since: float) -> list[str]:
     """Return the lines of a run that was trained, exported or evaluated after `since` (Unix
     seconds); of another run none. served: the model that the verdict is about."""
     folder = results / "runs" / run
@@ -18,8 +20,11 @@ def closing_lines(results: Path, run: str, *, served: str, since: float) -> list
     changed = (folder / "finetune" / "summary.json", exported / "adapter_config.json", evaluated)
     if not any(path.is_file() and path.stat().st_mtime >= since for path in changed):
         return []
+    measured = _measured(folder, served)
+    forgot = forgetting(measured)
     lines = {
-        "loss": _losses(folder, served),
+        "loss": _losses(folder, measured, served),
+        "warning": str(forgot) if forgot and forgot.is_worse else None,
         "adapter": str(exported),
         "card": _if_there(exported / CARD),
         "report": _if_there(results / "report" / "report.html"),
@@ -32,14 +37,17 @@ def _if_there(path: Path) -> str | None:
     return str(path) if path.is_file() else None
 
 
-def _losses(folder: Path, served: str) -> str:
-    """Return the held-out loss before and after, or that of the training."""
-    measured = {
-        subject: read_artifact(folder / "evaluate_run" / f"{subject}.json").get("heldout")
-        for subject in ("original", "base", served)
-        if (folder / "evaluate_run" / f"{subject}.json").is_file()
+def _measured(folder: Path, served: SubjectName) -> dict[SubjectName, Evaluation]:
+    files = {
+        name: folder / "evaluate_run" / f"{name}.json"
+        for name in dict.fromkeys((*REFERENCES, served))
     }
-    losses = {subject: heldout["loss"] for subject, heldout in measured.items() if heldout}
+    return {name: read_record(file, Evaluation) for name, file in files.items() if file.is_file()}
+
+
+def _losses(folder: Path, measured: Mapping[SubjectName, Evaluation], served: SubjectName) -> str:
+    """Return the held-out loss before and after, or that of the training."""
+    losses = {name: each.heldout.loss for name, each in measured.items() if each.heldout}
     before = next((subject for subject in losses if subject != served), None)
     if before is not None and served in losses:
         values = f"{losses[before]:.3f} -> {losses[served]:.3f}"

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from workflow.lib.artifacts.records import Interval, Provenance, Record
-from workflow.lib.settings.forms import SubjectName
+from workflow.lib.settings.forms import FORMS, REFERENCES, SubjectName
+from workflow.lib.system.number_formats import signed
 
 ITEMS = "items.json"
 
 
 class SourceLoss(Record):
-    """Loss on some held-out documents."""
+    """Loss on some documents."""
 
     loss: float  # nats per trained token, each by its weight in the loss
     loss_ci95: Interval | None  # 95% interval over documents; null for a single document
@@ -22,7 +23,7 @@ class SourceLoss(Record):
 
 
 class DocumentLoss(Record):
-    document: int  # its number in the tokens folder
+    document: int  # its number in the tokens folder, or of other texts in their order
     source: str  # name of its source
     loss_sum: float  # Nats, summed over its prediction targets
     tokens: int  # its prediction targets
@@ -32,13 +33,15 @@ class DocumentLoss(Record):
 
     @property
     def loss(self) -> tuple[float, float]:
-        """Sum and size of its share of the held-out loss."""
+        """Sum and size of its share of the loss."""
         if self.weighted_sum is None or self.weight is None:
             return self.loss_sum, self.tokens
         return self.weighted_sum, self.weight
 
 
-class Heldout(SourceLoss):
+class TextLoss(SourceLoss):
+    """Loss on held-out documents, or on other texts, whose sources are their kinds."""
+
     loss_ci95: Interval  # 95% interval over documents
     of: str = "documents"
     """The kind of documents: of pairs `chosen answers`, of rated answers `good answers`."""
@@ -132,12 +135,16 @@ class Rewards(Record):
     rejected_log_ratio_ci95: Interval | None = None  # as of the margin
 
 
-class Comparison(LossDifference):
+class TextDifference(LossDifference):
+    sources: dict[str, LossDifference]  # loss differences by source
+
+
+class Comparison(TextDifference):
     """Paired comparison of two subjects on the same questions."""
 
-    sources: dict[str, LossDifference]  # loss differences by source
     tasks: dict[str, dict[str, MetricDifference]]  # differences by task and metric
     rewards: RewardDifference | None = None  # of preferences, where both subjects have rewards
+    other_texts: TextDifference | None = None  # of texts of other kinds than the training data
 
 
 class FourBits(Record):
@@ -157,9 +164,11 @@ class Evaluation(Record):
     subject: SubjectName  # the measured model
     run: str  # name of the run
     served: bool  # whether it is the served model (`evaluate.served`)
-    heldout: Heldout | None  # held-out loss; null if it is switched off
+    heldout: TextLoss | None  # held-out loss; null if it is switched off
     tasks: dict[str, Task]  # scores by task
     samples: list[Sample]  # answers to some held-out prompts
+    other_texts: TextLoss | None = None
+    """Loss on texts of other kinds than the training data; null if `evaluate.forgetting` is off."""
     rewards: Rewards | None = None
     """Its preferences, of runs that train them; with a reference model, of subjects with the
     trained adapter alone."""
@@ -250,10 +259,60 @@ def four_bits_cost(subjects: Mapping[SubjectName, Evaluation]) -> FourBitsCost |
     return FourBitsCost(nats, ends, p_value, paid.documents, "calibration")
 
 
+FORGETTING_BOUND = 0.05
+"""Nats per token. A rise of the loss on other texts is a warning from here on: it multiplies the
+perplexity by 1.05, and is what NF4 costs a small model (0.04 to 0.05 in `docs/results.md`), so the
+training took about as much from other texts as the quantization did."""
+
+
+@dataclass(frozen=True)
+class Forgetting:
+    """The cost of training at texts of other kinds: loss of the served model - loss of the
+    reference."""
+
+    reference: SubjectName
+    served: SubjectName
+    difference: TextDifference  # loss of the reference - loss of the served model
+
+    @property
+    def nats(self) -> float:
+        assert self.difference.loss_difference is not None, "both subjects have a loss"
+        return -self.difference.loss_difference
+
+    @property
+    def ci95(self) -> Interval | None:
+        ends = self.difference.loss_difference_ci95
+        return None if ends is None else (-ends[1], -ends[0])
+
+    @property
+    def is_worse(self) -> bool:
+        """Whether it is a warning: at least `FORGETTING_BOUND`, and the interval excludes 0."""
+        return self.nats >= FORGETTING_BOUND and self.ci95 is not None and self.ci95[0] > 0
+
+    def __str__(self) -> str:
+        change = "worse" if self.is_worse else "not clearly worse"
+        within = "" if self.ci95 is None else " [{}, {}]".format(*map(signed, self.ci95))
+        return (
+            f"The {FORMS[self.served].label} model got {change} at texts of other kinds: "
+            f"{signed(self.nats)}{within} nats per token against the "
+            f"{FORMS[self.reference].label}"
+        )
+
+
+def forgetting(subjects: Mapping[SubjectName, Evaluation]) -> Forgetting | None:
+    """Return what the served model forgot against the first measured of `REFERENCES`, or None."""
+    for served in (evaluation for evaluation in subjects.values() if evaluation.served):
+        for name in (name for name in REFERENCES if name in served.comparisons):
+            if (paired := served.comparisons[name].other_texts) is not None:
+                return Forgetting(name, served.subject, paired)
+    return None
+
+
 class GainVerdict(Record):
     """A least gain of `evaluate.require`, and the measured one."""
 
-    requirement: str  # `heldout_loss`, `reward_accuracy`, `reward_margin`, or task/metric
+    requirement: str
+    """`heldout_loss`, `other_text_loss`, `reward_accuracy`, `reward_margin`, or task/metric."""
     least: float  # the required gain; of rewards the value
     subject: SubjectName  # the served model
     reference: SubjectName | None

@@ -1,4 +1,5 @@
-"""Loss on held-out documents through the model's own forward, as any user would measure it.
+"""Loss on documents through the model's own forward, as any user would measure it: on held-out ones
+and on other texts.
 
 A batch is padded on the right, which a causal model never sees. If rotation depends on a row's
 length, a batch has only documents with the rotation that each has alone (`rotated_alike`). Only
@@ -22,7 +23,7 @@ from workflow.lib.system.progress import Progress
 
 # Logits of a batch at most (a document alone may exceed it); weights need more.
 LOGITS_BYTES = 2**30
-WHAT = "held-out loss"  # for the log
+WHAT = "loss of texts"  # for the log
 Indices = npt.NDArray[np.int64]
 CHUNK_ROWS = 1024  # rows in fp32 at a time: 0.5 GiB at a 128k vocabulary
 

@@ -1,4 +1,5 @@
-"""The questions to every subject, part by part: held-out loss, sample answers, and each task.
+"""The questions to every subject, part by part: held-out loss, loss of other texts,
+sample answers, and each task.
 
 `prepare` makes the questions before any weight is loaded; `parts` are the questions as independent
 measurements; `measure` asks one subject those that the archive lacks, and returns the answers to
@@ -27,6 +28,7 @@ from workflow.lib.distributed.work_sharing import agreed, shared_out
 from workflow.lib.distributed.world import World
 from workflow.lib.evaluation.heldout_loss import heldout_sums
 from workflow.lib.evaluation.lm_eval_tasks import LoadedTasks, load_tasks, run_tasks, task_facts
+from workflow.lib.evaluation.other_texts import OtherTexts
 from workflow.lib.evaluation.rewards import Preferences
 from workflow.lib.evaluation.sample_answers import (
     AnswerSettings,
@@ -96,13 +98,16 @@ class Archive:
 
 HELDOUT = "heldout"
 OTHERS = "other_answers"
+OTHER_TEXTS = "other_texts"
+LOSSES = (HELDOUT, OTHERS, OTHER_TEXTS)
+STREAMED = (HELDOUT, OTHER_TEXTS)  # parts of a model that is read layer by layer
 Model = PeftModel | PreTrainedModel
 
 
 @dataclass(frozen=True)
 class Subject:
     """A model to measure: its name, its content's key, and its opener. streamed: it is a
-    `StreamedModel`, of which only the held-out loss is measured."""
+    `StreamedModel`, of which only losses of texts are measured."""
 
     name: SubjectName
     key: str
@@ -114,7 +119,8 @@ class Subject:
 class Questions:
     """The questions to all subjects. losses_of: documents whose loss is measured, by number; may be
     none. sources: of each of these. preferences: of runs that train them, if their held-out loss is
-    measured; objective: of other runs whose loss is not the mean -log p."""
+    measured; objective: of other runs whose loss is not the mean -log p; other_texts: None if
+    `evaluate.forgetting` is off."""
 
     settings: EvaluateConfig
     tokenizer: PreTrainedTokenizerBase
@@ -125,6 +131,7 @@ class Questions:
     tasks: dict[str, LoadedTasks]
     preferences: Preferences | None = None
     objective: TokenObjective | None = None
+    other_texts: OtherTexts | None = None
 
 
 @dataclass(frozen=True)
@@ -141,13 +148,14 @@ class Part:
 class Measurement:
     """The answers of one subject: (summed -log p, tokens) by document of `losses_of`, tasks, texts
     by prompt. others: the same of `preferences.others`; objective: the summed loss by
-    `Questions.objective` of each document."""
+    `Questions.objective` of each document; other_texts: as `losses`."""
 
     losses: list[Loss]
     tasks: TaskScores
     answers: list[str]
     others: list[Loss]
     objective: list[float]
+    other_texts: list[Loss]
 
 
 def prepare(
@@ -157,6 +165,7 @@ def prepare(
     settings: EvaluateConfig,
     preferences: Preferences | None = None,
     objective: TokenObjective | None = None,
+    other_texts: OtherTexts | None = None,
 ) -> Questions:
     """Choose documents and prompts and load the tasks. Raises `UserError` as `load_tasks`, or for a
     held-out loss with fewer than two documents, which have no interval."""
@@ -192,41 +201,54 @@ def prepare(
         ),
         preferences=preferences if settings.heldout else None,
         objective=objective,
+        other_texts=other_texts,
     )
 
 
 def parts(questions: Questions, *, world: World | None = None) -> list[Part]:
     """Return the requested measurements; world: the processes that share each."""
     measurements = []
+    losses = partial(_losses, questions=questions, objective=questions.objective, world=world)
     if questions.losses_of:
-        measurements.append(_losses(HELDOUT, questions.losses_of, questions, world=world))
-    if asked := questions.preferences:
-        others = _losses(OTHERS, asked.others, questions, world=world)
-        measurements.append(replace(others, subjects=asked.subjects))
+        measurements.append(losses(HELDOUT, questions.documents, questions.losses_of))
+    if (preferences := questions.preferences) is not None:
+        others = losses(OTHERS, questions.documents, preferences.others)
+        measurements.append(replace(others, subjects=preferences.subjects))
+    if (texts := questions.other_texts) is not None:
+        every = list(range(len(texts.documents)))
+        measurements.append(losses(OTHER_TEXTS, texts.documents, every, objective=None))
     if questions.prompts:
         measurements.append(_samples(questions, world=world))
     return measurements + [_task(name, questions, world=world) for name in questions.tasks]
 
 
-def _losses(name: str, numbers: list[int], questions: Questions, *, world: World | None) -> Part:
-    objective = questions.objective
+def _losses(
+    name: str,
+    documents: Sequence[Document],
+    numbers: list[int],
+    *,
+    questions: Questions,
+    objective: TokenObjective | None,
+    world: World | None,
+) -> Part:
+    """Return the measurement of the loss of `documents` with these numbers."""
 
     def compute(model: Model | StreamedModel) -> list[list[Any]]:
         def sums(own: list[int]) -> list[HeldoutSums]:
-            documents = [questions.documents[number] for number in own]
+            chosen = [documents[number] for number in own]
             summed = None if objective is None else objective.summed(own)
             if isinstance(model, StreamedModel):
-                return model.losses(documents, summed)
+                return model.losses(chosen, summed)
             batch_size, device = questions.settings.batch_size, model.device
             return heldout_sums(
-                model, documents, batch_size=batch_size, device=device, objective=summed
+                model, chosen, batch_size=batch_size, device=device, objective=summed
             )
 
         sharded = None if isinstance(model, StreamedModel) else model
         every = shared_out(numbers, sums, world=world, model=sharded)
         return [[value for value in document if value is not None] for document in every]
 
-    facts: dict[str, Any] = {"documents": _digest([questions.documents[n] for n in numbers])}
+    facts: dict[str, Any] = {"documents": _digest([documents[number] for number in numbers])}
     if objective is not None:
         facts |= objective.facts(numbers)
     return Part(name, facts, compute)
@@ -243,7 +265,7 @@ def _check_finite(sums: list[list[Any]], *, subject: SubjectName) -> None:
     loss = sum(nll for nll, *_ in sums) / sum(tokens for _, tokens, *_ in sums)
     if not loss < math.log(1e300):  # also true of NaN
         raise UserError(
-            f"The held-out loss of {FORMS[subject].label} is {loss}: its weights are broken. "
+            f"The loss of {FORMS[subject].label} is {loss}: its weights are broken. "
             "If only those with the adapter are, training diverged: lower train.learning_rate."
         )
 
@@ -288,7 +310,7 @@ def _task(name: str, questions: Questions, *, world: World | None) -> Part:
 
 def asked_of(subject: Subject, asked: Sequence[Part]) -> list[Part]:
     parts = [part for part in asked if subject.name in part.subjects]
-    return [part for part in parts if part.name == HELDOUT or not subject.streamed]
+    return [part for part in parts if part.name in STREAMED or not subject.streamed]
 
 
 def measure(
@@ -316,7 +338,7 @@ def measure(
         with subject.opened() as model:
             for part in (part for part in asked if part.name in missing):
                 value = part.compute(model)
-                if part.name in (HELDOUT, OTHERS):
+                if part.name in LOSSES:
                     _check_finite(value, subject=subject.name)
                 if is_main:
                     archive.keep(subject.key, part.name, machine | part.facts, value)
@@ -329,13 +351,15 @@ def _measurement(values: dict[str, Any]) -> Measurement:
     for name, value in values.items():
         if name.startswith("task-"):
             tasks |= TaskScores.from_json(value)
-    losses, others = (
-        [HeldoutSums(*stored) for stored in values.get(name, [])] for name in (HELDOUT, OTHERS)
-    )
+    sums = {name: [HeldoutSums(*stored) for stored in values.get(name, [])] for name in LOSSES}
+    losses: dict[str, list[Loss]] = {
+        name: [(each.nll, each.tokens) for each in documents] for name, documents in sums.items()
+    }
     return Measurement(
-        losses=[(sums.nll, sums.tokens) for sums in losses],
+        losses=losses[HELDOUT],
         tasks=tasks,
         answers=list(values.get("samples", [])),
-        others=[(sums.nll, sums.tokens) for sums in others],
-        objective=[sums.objective for sums in losses if sums.objective is not None],
+        others=losses[OTHERS],
+        objective=[each.objective for each in sums[HELDOUT] if each.objective is not None],
+        other_texts=losses[OTHER_TEXTS],
     )

@@ -11,13 +11,14 @@ from workflow.lib.artifacts.evaluation_record import (
     DocumentLoss,
     Evaluation,
     FourBits,
-    Heldout,
     Items,
     LossDifference,
     Sample,
     SourceLoss,
     SubjectItems,
     TaskItems,
+    TextDifference,
+    TextLoss,
     four_bits_cost,
 )
 from workflow.lib.artifacts.read_records import read_record
@@ -96,12 +97,14 @@ def evaluations(
     base; quantized_by: of `method_of`."""
     shown = [name for name in SUBJECTS if name in measured]
     questions, provenance = _with_reference(questions, measured), Provenance.now()
+    what = questions.preferences.what if questions.preferences else "documents"
     return {
         name: Evaluation(
             subject=name,
             run=run,
             served=name == served,
-            heldout=_heldout(measured[name], questions),
+            heldout=_text_loss(_per_document(measured[name], questions), what),
+            other_texts=_text_loss(_other_texts(measured[name], questions), "texts"),
             tasks=measured[name].tasks.scores,
             samples=_samples(measured[name], questions),
             comparisons={
@@ -203,20 +206,33 @@ def _samples(measured: Measurement, questions: Questions) -> list[Sample]:
     ]
 
 
-def _heldout(measured: Measurement, questions: Questions) -> Heldout | None:
-    if not measured.losses:
+def _text_loss(documents: Sequence[DocumentLoss], what: str) -> TextLoss | None:
+    if not documents:
         return None
-    kind: dict[str, Any] = {"of": questions.preferences.what} if questions.preferences else {}
-    both = list(zip(_losses(measured, questions), measured.losses, strict=True))
-    return Heldout(
-        **loss_fields(*zip(*both, strict=True)),
-        **kind,
+    return TextLoss(
+        **_loss_fields(documents),
+        of=what,
         sources={
-            name: SourceLoss(**loss_fields(*zip(*each, strict=True)))
-            for name, each in by_source(both, questions.sources).items()
+            name: SourceLoss(**_loss_fields(own))
+            for name, own in by_source(documents, [each.source for each in documents]).items()
         },
-        per_document=_per_document(measured, questions),
+        per_document=list(documents),
     )
+
+
+def _loss_fields(documents: Sequence[DocumentLoss]) -> dict[str, Any]:
+    plain = [(each.loss_sum, each.tokens) for each in documents]
+    return loss_fields([each.loss for each in documents], plain)
+
+
+def _other_texts(measured: Measurement, questions: Questions) -> list[DocumentLoss]:
+    kinds = questions.other_texts.kinds if questions.other_texts else []
+    return [
+        DocumentLoss(document=number, source=kind, loss_sum=nll, tokens=int(tokens))
+        for number, (kind, (nll, tokens)) in enumerate(
+            zip(kinds, measured.other_texts, strict=True)
+        )
+    ]
 
 
 def _losses(measured: Measurement, questions: Questions) -> Losses:
@@ -274,15 +290,27 @@ def items_of(
 
 
 def compare(before: Measurement, after: Measurement, questions: Questions) -> Comparison:
-    pairs = list(zip(*(_losses(x, questions) for x in (before, after)), strict=True))
+    heldout, texts = (
+        _text_difference(*(losses(measured, questions) for measured in (before, after)))
+        for losses in (_per_document, _other_texts)
+    )
+    optional: dict[str, Any] = {"other_texts": texts} if texts.documents else {}
     return Comparison(
-        **difference_fields(pairs),
-        sources={
-            name: LossDifference(**difference_fields(each))
-            for name, each in by_source(pairs, questions.sources).items()
-        },
+        **heldout.model_dump(),
         tasks=task_differences(before.tasks, after.tasks),
+        **optional,
         **_reward_difference(before, after, questions),
+    )
+
+
+def _text_difference(
+    before: Sequence[DocumentLoss], after: Sequence[DocumentLoss]
+) -> TextDifference:
+    pairs = [(old.loss, new.loss) for old, new in zip(before, after, strict=True)]
+    by_name = by_source(pairs, [each.source for each in before])
+    return TextDifference(
+        **difference_fields(pairs),
+        sources={name: LossDifference(**difference_fields(own)) for name, own in by_name.items()},
     )
 
 

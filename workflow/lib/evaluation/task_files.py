@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from workflow.lib.evaluation.code_free_tasks import METRICS, possible_code
-from workflow.lib.settings.evaluate import REWARDS, EvaluateConfig, is_loss
+from workflow.lib.settings.evaluate import MEASURED_BY, EvaluateConfig, is_loss
 from workflow.lib.settings.yaml_files import compose_yaml
 from workflow.lib.system.environment import importing
 from workflow.lib.system.errors import UserError, as_yaml, setting_error
@@ -134,7 +134,7 @@ def check_tasks(settings: EvaluateConfig) -> None:
     """Raise `UserError` before the training for a task that does not exist or cannot run, and for a
     requirement that none measures. Reads definitions alone; local tasks without code need no
     harness, whose import takes seconds."""
-    required = [name for name in settings.require if not is_loss(name) and name not in REWARDS]
+    required = [name for name in settings.require if not is_loss(name) and name not in MEASURED_BY]
     shipped = set(settings.tasks) - local_task_names(settings.tasks_dir)
     if not (
         shipped or required or (settings.tasks and (settings.task_code or settings.num_fewshot))

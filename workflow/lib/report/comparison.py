@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from workflow.lib.artifacts.evaluation_record import Evaluation
+from workflow.lib.artifacts.evaluation_record import Evaluation, TextLoss
 from workflow.lib.artifacts.records import Interval
 from workflow.lib.evaluation.intervals import Estimate, signed_ratio
 from workflow.lib.report.run_results import Run
@@ -85,11 +85,11 @@ def _settings(run: Run) -> dict[str, Value]:
 def _results(run: Run) -> dict[str, Value]:
     summary, measured = run.summary, run.measured
     comparison = measured.comparison
-    cost = measured.four_bits_cost
+    cost, forgot = measured.four_bits_cost, measured.forgetting
     losses = {
         k: v
         for evaluation in measured.subjects.values()
-        for k, v in (_heldout(evaluation) | _rewards(evaluation)).items()
+        for k, v in (_losses(evaluation) | _rewards(evaluation)).items()
     }
     return {
         "first_loss": summary.first_loss,
@@ -98,6 +98,9 @@ def _results(run: Run) -> dict[str, Value]:
         "reference": measured.reference.subject,
         **losses,
         **_estimated("four_bits_cost", cost.nats if cost else None, cost.ci95 if cost else None),
+        **_estimated(
+            "forgetting", forgot.nats if forgot else None, forgot.ci95 if forgot else None
+        ),
         **_estimated(
             "heldout_loss_difference", comparison.loss_difference, comparison.loss_difference_ci95
         ),
@@ -114,17 +117,18 @@ def _results(run: Run) -> dict[str, Value]:
     }
 
 
-def _heldout(evaluation: Evaluation) -> dict[str, Value]:
+def _losses(evaluation: Evaluation) -> dict[str, Value]:
     heldout = evaluation.heldout
     name = COLUMN_NAMES.get(evaluation.subject, evaluation.subject)
     return {
-        **_estimated(
-            f"{name}_heldout_loss",
-            heldout.loss if heldout else None,
-            heldout.loss_ci95 if heldout else None,
-        ),
+        **_estimated(f"{name}_heldout_loss", *_loss(heldout)),
         f"{name}_perplexity": heldout.perplexity if heldout else None,
+        **_estimated(f"{name}_other_text_loss", *_loss(evaluation.other_texts)),
     }
+
+
+def _loss(text: TextLoss | None) -> tuple[float | None, Interval | None]:
+    return (None, None) if text is None else (text.loss, text.loss_ci95)
 
 
 def _behind(estimate: Estimate | None) -> dict[str, Value]:

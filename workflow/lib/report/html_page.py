@@ -90,7 +90,10 @@ def _verdict(content: Content) -> dict[str, Any]:
         "doubtful": [
             run
             for run in runs
-            if run.measured.outcome != "improved" or run.failed_checks or not gates[run.name].passed
+            if run.measured.outcome != "improved"
+            or run.failed_checks
+            or not gates[run.name].passed
+            or (run.measured.forgetting is not None and run.measured.forgetting.is_worse)
         ],
     }
 

@@ -13,6 +13,7 @@ from workflow.lib.artifacts.evaluation_record import (
     ITEMS,
     Comparison,
     Evaluation,
+    Forgetting,
     FourBitsCost,
     GainVerdict,
     Items,
@@ -20,12 +21,14 @@ from workflow.lib.artifacts.evaluation_record import (
     Metric,
     MetricDifference,
     TaskOverlap,
+    TextDifference,
+    forgetting,
     four_bits_cost,
 )
 from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.records import Interval
 from workflow.lib.evaluation.intervals import FEWEST
-from workflow.lib.settings.evaluate import REWARDS, EvaluateConfig, is_loss
+from workflow.lib.settings.evaluate import OTHER_TEXT_LOSS, REWARDS, EvaluateConfig, is_loss
 from workflow.lib.settings.forms import FORMS, REFERENCES, SUBJECTS, SubjectName
 from workflow.lib.system.checksums import damaged
 from workflow.lib.system.errors import UserError, setting_error
@@ -140,6 +143,10 @@ class Measured:
     def four_bits_cost(self) -> FourBitsCost | None:
         return four_bits_cost(self.subjects)
 
+    @property
+    def forgetting(self) -> Forgetting | None:
+        return forgetting(self.subjects)
+
 
 def _outcome(gain: Interval | None, units: int) -> Outcome:
     if 0 < units < FEWEST:
@@ -187,6 +194,7 @@ def _check_questions(measured: Measured, files: Mapping[SubjectName, Path]) -> N
         ("samples.document", measured.sample_reference, lambda x: [s.document for s in x.samples]),
         ("tasks", measured.task_reference, _metric_names),
         ("heldout.documents", measured.reference, _documents),
+        ("other_texts.documents", measured.reference, _other_texts),
     ):
         refuse_mismatch(path, field, value(served), str(files[other.subject]), value(other))
     reference = measured.task_reference
@@ -203,6 +211,10 @@ def _metric_names(evaluation: Evaluation) -> dict[str, list[str]]:
 
 def _documents(evaluation: Evaluation) -> int | None:
     return None if evaluation.heldout is None else evaluation.heldout.documents
+
+
+def _other_texts(evaluation: Evaluation) -> int | None:
+    return None if evaluation.other_texts is None else evaluation.other_texts.documents
 
 
 def refuse_mismatch(path: Path, field: str, value: object, other: str, expected: object) -> None:
@@ -248,7 +260,13 @@ def verdicts(
 def _verdict(name: str, least: float, measured: Measured, *, by: RequireBy) -> GainVerdict:
     reference: Evaluation | None
     if is_loss(name):
-        reference, (gain, ci95) = measured.reference, _loss_gain(measured, name.partition("/")[2])
+        reference, compared = measured.reference, measured.comparison
+        gain, ci95 = _loss_gain(compared, name.partition("/")[2])
+    elif name == OTHER_TEXT_LOSS:
+        forgot = measured.forgetting
+        assert forgot is not None, "the settings require it to be measured"
+        reference = measured.subjects[forgot.reference]
+        gain, ci95 = _loss_gain(forgot.difference, "")
     elif name in REWARDS:
         reference, (gain, ci95) = None, _reward(name, measured.served)
     else:
@@ -274,16 +292,15 @@ def _verdict(name: str, least: float, measured: Measured, *, by: RequireBy) -> G
     )
 
 
-def _loss_gain(measured: Measured, source: str) -> tuple[float, Interval | None]:
-    compared: LossDifference | Comparison = measured.comparison
+def _loss_gain(compared: TextDifference, source: str) -> tuple[float, Interval | None]:
+    paired: LossDifference = compared
     if source:
-        by_source = measured.comparison.sources
-        if source not in by_source:
-            sources = f"Held-out documents are of {', '.join(by_source)}"
+        if source not in compared.sources:
+            sources = f"Held-out documents are of {', '.join(compared.sources)}"
             raise setting_error("evaluate.require", source, "it has no held-out document", sources)
-        compared = by_source[source]
-    assert compared.loss_difference is not None, "the settings require it to be measured"
-    return compared.loss_difference, compared.loss_difference_ci95
+        paired = compared.sources[source]
+    assert paired.loss_difference is not None, "the settings require it to be measured"
+    return paired.loss_difference, paired.loss_difference_ci95
 
 
 def _reward(name: str, served: Evaluation) -> tuple[float, Interval | None]:

@@ -62,7 +62,7 @@ class StreamedModel:
     ) -> list[HeldoutSums]:
         batches = [self._batch(document) for document in documents]
         with self.stream() as stream:
-            with Progress("held-out loss", total=len(stream.layers), unit="layers") as progress:
+            with Progress("loss of texts", total=len(stream.layers), unit="layers") as progress:
                 hidden = through_layers(
                     stream, batches, moved=self.moved, layer_done=lambda: progress.add(1)
                 )

@@ -9,7 +9,7 @@ from workflow.lib.settings.errors_in_words import HUB_REPO
 from workflow.lib.settings.forms import EXPORTS, REFERENCES, HubForm, Served, SubjectName
 from workflow.lib.settings.section_base import Section
 
-HELDOUT_LOSS = "heldout_loss"
+HELDOUT_LOSS, OTHER_TEXT_LOSS = "heldout_loss", "other_text_loss"
 # Of held-out pairs or rated answers: the required number is the value, no gain over a model.
 REWARDS = ("reward_accuracy", "reward_margin")
 CONVERTER = "convert_hf_to_gguf.py"  # of a llama.cpp checkout
@@ -18,6 +18,12 @@ ADAPTER_CONVERTER = "convert_lora_to_gguf.py"
 # pypi.org on 2026-11-23.
 LLAMA_CPP_RELEASE = "2026.10.11549"
 LLAMA_CPP_SHA256 = "c17ee1163006f70726abb9f72137830818f3d8cb60bfc34cb232d08428eaa22b"
+# Own names of `require`, and the setting that measures each.
+MEASURED_BY = {
+    HELDOUT_LOSS: "heldout",
+    OTHER_TEXT_LOSS: "forgetting",
+    **dict.fromkeys(REWARDS, "heldout"),
+}
 CHECKED_BEFORE = Affects(read_by=("preflight_run", "evaluate_run"))
 TOLD = Affects(read_by=(), told=("evaluate_run",))
 OF_GGUF = Affects(read_by=("convert_gguf", "publish_run"))
@@ -117,6 +123,7 @@ MOST_GAIN = {
     **dict.fromkeys(("mcc", "brier_score"), 2.0),
     **dict.fromkeys(("bleu", "chrf", "chrf++"), 100.0),
     HELDOUT_LOSS: 20.0,
+    OTHER_TEXT_LOSS: 20.0,
     "reward_accuracy": 1.0,
 }
 
@@ -141,6 +148,9 @@ class EvaluateConfig(Section):
     """Held-out loss and perplexity per trained token, with intervals."""
     max_documents: int | None = Field(None, ge=1)
     """Most held-out documents to use; null = all."""
+    forgetting: bool = True
+    """Loss of 43 shipped texts of other kinds (prose, code, chats), to see what training made
+    worse."""
     tasks: Annotated[tuple[str, ...], CHECKED_BEFORE] = ()
     """lm-evaluation-harness tasks, by name; local ones are looked up in `tasks_dir` first."""
     tasks_dir: Annotated[str | None, CHECKED_BEFORE] = None
@@ -178,8 +188,9 @@ class EvaluateConfig(Section):
         dict[str, float], Affects(read_by=("preflight_run",), told=("require_gain",))
     ] = Field({})
     """Least gain of the served model over the original: `heldout_loss` (nats per token),
-    `heldout_loss/<source>` or `task/metric`; -0.02 allows a loss of 0.02. For preferences the least
-    `reward_accuracy` or `reward_margin` itself. If it is missed, the workflow fails."""
+    `heldout_loss/<source>`, `other_text_loss` or `task/metric`; -0.02 allows a loss of 0.02. For
+    preferences the least `reward_accuracy` or `reward_margin` itself. If it is missed, the workflow
+    fails."""
     require_by: Annotated[
         Literal["estimate", "interval"], Affects(read_by=(), told=("require_gain",))
     ] = "estimate"
@@ -198,20 +209,20 @@ class EvaluateConfig(Section):
 
     @model_validator(mode="after")
     def _requirements_are_measured(self) -> "EvaluateConfig":
-        heldout_names = (HELDOUT_LOSS, *REWARDS)
         for name in self.require:
-            is_loss_gain = is_loss(name)
-            if (name in heldout_names or is_loss_gain) and not self.heldout:
+            own = HELDOUT_LOSS if is_loss(name) else name
+            setting = MEASURED_BY.get(own)
+            if setting is not None and not getattr(self, setting):
                 raise ValueError(
-                    f"require = {name}: held-out answers are not measured (heldout = False). Set "
-                    "heldout to true, or remove the requirement"
+                    f"require = {name}: it is not measured ({setting} = False). Set {setting} to "
+                    "true, or remove the requirement"
                 )
-            if name not in heldout_names and not is_loss_gain and not all(name.partition("/")):
+            if setting is None and not all(name.partition("/")):
                 raise ValueError(
-                    f"require = {name}: must be {', '.join(heldout_names)} or task/metric, as "
+                    f"require = {name}: must be {', '.join(MEASURED_BY)} or task/metric, as "
                     "arc_easy/acc. Correct the name"
                 )
-            metric = HELDOUT_LOSS if is_loss_gain else name.rpartition("/")[2].partition(",")[0]
+            metric = own.rpartition("/")[2].partition(",")[0]
             most = MOST_GAIN.get(metric)
             if most is not None and self.require[name] > most:
                 least = f"require = {name}: {self.require[name]:g}"
