@@ -7,9 +7,9 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from tests.support.families import multimodal, tiny_family, tiny_model
 from tests.support.models import tiny_llama
-from workflow.lib.checkpoints.converted_reader import ConvertedReader, ModuleNames
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.decoder_layers import other_parts
-from workflow.lib.model.nf4_model import auto_class, build_on_meta
+from workflow.lib.checkpoints.meta_model import auto_class
 from workflow.lib.system.errors import UserError
 
 RENAMED = {
@@ -23,7 +23,7 @@ RENAMED = {
 
 
 def meta_model(folder):
-    return build_on_meta(folder, dtype=torch.float32)
+    return Checkpoint(folder).build(torch.float32)
 
 
 @pytest.mark.parametrize("family", RENAMED)
@@ -31,9 +31,8 @@ def test_tensors_are_those_that_transformers_loads(tmp_path, family):
     stored, name = RENAMED[family]
     folder = tiny_family(family, tmp_path / family)
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    model = meta_model(folder)
-    assert ModuleNames(model).of(stored) == name
-    with ConvertedReader(folder, model) as reader:
+    assert Checkpoint(folder).names.of(stored) == name
+    with Checkpoint(folder).weights() as reader:
         assert name in reader
         assert stored not in reader
         assert {*reader.names()} == {n for n, _ in loaded.named_parameters()}
@@ -46,12 +45,12 @@ def test_tensors_are_those_that_transformers_loads(tmp_path, family):
 
 def test_part_of_a_converted_tensor_has_the_name_of_the_whole(tmp_path):
     folder = tiny_family("olmo_hybrid", tmp_path / "model")
-    names = ModuleNames(meta_model(folder))
+    names = Checkpoint(folder).names
     whole = "model.layers.0.linear_attn.conv1d.weight"
     parts = [f"model.layers.0.linear_attn.{part}_conv1d.weight" for part in "qkv"]
     assert {names.of(part) for part in parts} == {whole}
     stored = load_file(folder / "model.safetensors")
-    with ConvertedReader(folder, meta_model(folder)) as reader:
+    with Checkpoint(folder).weights() as reader:
         assert torch.equal(reader.tensor(whole), torch.cat([stored[part] for part in parts]))
 
 
@@ -59,7 +58,7 @@ def test_tensor_that_the_model_has_no_place_for_keeps_its_name(tmp_path):
     folder = tiny_llama(tmp_path / "model")
     stored = load_file(folder / "model.safetensors") | {"extra.weight": torch.ones(3)}
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    with ConvertedReader(folder, meta_model(folder)) as reader:
+    with Checkpoint(folder).weights() as reader:
         assert torch.equal(reader.tensor("extra.weight"), torch.ones(3))
         with pytest.raises(UserError, match=r"has no tensor 'no\.weight'"):
             reader.tensor("no.weight")
@@ -71,7 +70,7 @@ def test_tower_whose_queries_keys_and_values_are_stored_as_one_is_read(tmp_path)
     config = AutoConfig.for_model("qianfan_ocr", **made)
     folder = tiny_model(config, tmp_path / "model")
     model, loaded = meta_model(folder), auto_class(config).from_pretrained(folder)
-    with ConvertedReader(folder, model) as reader:
+    with Checkpoint(folder).weights() as reader:
         assert not any("k_proj" in x for x in reader.stored_shapes() if "vision" in x)
         for path, param in loaded.named_parameters():
             assert torch.equal(reader.tensor(path), param)

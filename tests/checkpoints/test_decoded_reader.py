@@ -10,13 +10,11 @@ from safetensors.torch import load_file, save_file
 from tests.support.mixtures import tiny_mixture
 from tests.support.models import quantized
 from tests.support.packed_checkpoints import fp8_checkpoint, mxfp4_checkpoint
-from workflow.lib.checkpoints.converted_reader import ConvertedReader
-from workflow.lib.checkpoints.decoded_reader import DecodedReader
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.expert_stacks import expert_stacks
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.export.stock_models import load_base
-from workflow.lib.model.describe_model import describe_folder
-from workflow.lib.model.nf4_model import build_on_meta
+from workflow.lib.model.describe_model import describe_checkpoint
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import read_json
 
@@ -26,16 +24,19 @@ FORMATS = {"fp8": partial(fp8_checkpoint, block_size=WHOLE_BLOCKS), "mxfp4": mxf
 
 
 def meta(folder):
-    return build_on_meta(folder, dtype=torch.bfloat16)
+    return Checkpoint(folder).build(torch.bfloat16)
 
 
 @pytest.mark.parametrize("write", FORMATS.values(), ids=FORMATS)
 def test_tensors_are_those_that_transformers_decodes(tmp_path, write):
     folder = write(tmp_path)
     stock = load_base(
-        folder, device=torch.device("cpu"), compute_dtype=torch.bfloat16, attention="eager"
+        Checkpoint(folder),
+        device=torch.device("cpu"),
+        compute_dtype=torch.bfloat16,
+        attention="eager",
     )
-    with ConvertedReader(folder, meta(folder)) as reader:
+    with Checkpoint(folder).weights() as reader:
         assert {*reader.names()} == {name for name, _ in stock.named_parameters()}
         for name, param in stock.named_parameters():
             assert reader.shape(name) == tuple(param.shape), name
@@ -59,7 +60,7 @@ def test_fp8_is_the_product_of_code_and_scale_of_its_block(tmp_path, block_size)
         for column in range(64):
             scale = scales[row // block_size[0], column // block_size[1]]
             expected[row, column] = codes[row, column] * scale
-    with DecodedReader(folder) as reader:
+    with Checkpoint(folder).decoded() as reader:
         assert torch.equal(reader.tensor(name), expected.to(torch.bfloat16))
         assert torch.equal(reader.rows(name, 33, 41), expected[33:41].to(torch.bfloat16))
         assert f"{name}_scale_inv" not in reader
@@ -70,7 +71,7 @@ def test_mxfp4_is_a_small_value_times_a_power_of_two(tmp_path):
     stored = load_file(folder / "model.safetensors")
     name = "model.layers.0.mlp.experts.down_proj"
     blocks, scales = stored[f"{name}_blocks"], stored[f"{name}_scales"]
-    with DecodedReader(folder) as reader:
+    with Checkpoint(folder).decoded() as reader:
         found = reader.rows(name, 2, 3)[0]
         assert found.shape == (96, 64)
         for out in (0, 17, 63):
@@ -86,7 +87,7 @@ def test_mxfp4_is_a_small_value_times_a_power_of_two(tmp_path):
 def test_base_of_a_packed_checkpoint_is_that_of_the_decoded_one(tmp_path, write):
     folder = write(tmp_path / "packed")
     plain = tiny_mixture({"fp8": "qwen3_moe", "mxfp4": "gpt_oss"}[_method(folder)], tmp_path / "p")
-    with DecodedReader(folder) as reader:
+    with Checkpoint(folder).decoded() as reader:
         decoded = {name: reader.tensor(name).contiguous() for name in reader.names()}
     save_file(decoded, plain / "model.safetensors", metadata={"format": "pt"})
     bases = [quantized(source, tmp_path / f"{source.name}-nf4") for source in (folder, plain)]
@@ -108,7 +109,7 @@ def _method(folder):
 
 @pytest.mark.parametrize("write", FORMATS.values(), ids=FORMATS)
 def test_packed_checkpoint_is_described_as_the_decoded_one(tmp_path, write):
-    shape = describe_folder(write(tmp_path))
+    shape = describe_checkpoint(Checkpoint.open(write(tmp_path)))
     assert shape.source_dtype == "BF16"
     assert shape.layer(1).top_k == 2
 
@@ -119,7 +120,7 @@ def test_fp8_without_its_scales_is_refused(tmp_path):
     left = {name: tensor for name, tensor in stored.items() if not name.endswith("_scale_inv")}
     save_file(left, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match="is stored as F8_E4M3, which is neither bf16"):
-        describe_folder(folder)
+        describe_checkpoint(Checkpoint.open(folder))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -130,9 +131,9 @@ def test_value_that_is_no_finite_number_is_named_by_tensor_and_place(tmp_path, v
     tensors[norm][3] = tensors[norm][9] = value
     tensors[f"{packed}_scale_inv"][2, 1] = value
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with ConvertedReader(folder, meta(folder)) as reader:
+    with Checkpoint(folder).weights() as reader:
         assert not reader.tensor(norm).isfinite().all(), "elsewhere the bytes are read as they are"
-    with ConvertedReader(folder, meta(folder), finite=True) as reader:
+    with Checkpoint(folder).weights(finite=True) as reader:
         with pytest.raises(UserError, match=rf"safetensors: {norm}\[3\] is {value} \(2 of 64 "):
             reader.tensor(norm)
         for read in (reader.tensor, lambda name: reader.rows(name, 20, 48)):

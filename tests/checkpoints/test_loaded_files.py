@@ -8,11 +8,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.support.models import tiny_llama
-from workflow.lib.checkpoints.converted_reader import ConvertedReader
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.loaded_files import loaded_tensors
 from workflow.lib.checkpoints.safetensors_reader import check_whole
-from workflow.lib.model.nf4_model import build_on_meta
-from workflow.lib.quantization.nf4_checkpoint import read_model_config
 from workflow.lib.system.errors import UserError
 
 INDEX = "model.safetensors.index.json"
@@ -88,8 +86,8 @@ def test_weights_are_those_that_transformers_loads(tmp_path, layout):
     layout(folder, load_file(folder / "model.safetensors"))
     stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     check_whole(folder)
-    assert "transformers_weights" not in read_model_config(folder)
-    with ConvertedReader(folder, build_on_meta(folder, dtype=torch.float32)) as reader:
+    assert "transformers_weights" not in Checkpoint(folder).plain_config
+    with Checkpoint(folder).weights() as reader:
         assert {*reader.names()} == {name for name, _ in stock.named_parameters()}
         for name, param in stock.named_parameters():
             assert torch.equal(reader.tensor(name), param)

@@ -16,14 +16,12 @@ from tests.support.families import FAMILIES, MOE, SIZES, tiny_family, tiny_model
 from tests.support.mixtures import tiny_mixture
 from tests.support.models import quantized, tiny_llama
 from tests.support.packed_checkpoints import fp8_checkpoint
-from workflow.lib.checkpoints.converted_reader import ConvertedReader
-from workflow.lib.checkpoints.decoded_reader import DecodedReader
-from workflow.lib.checkpoints.loading import is_tied
+from workflow.lib.checkpoints.checkpoint import Checkpoint
+from workflow.lib.checkpoints.meta_model import is_tied
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.export.adapter_files import merged_tensors
-from workflow.lib.model.describe_model import describe_folder
-from workflow.lib.model.nf4_model import build_on_meta, stored_buffers
-from workflow.lib.quantization.nf4_checkpoint import read_model_config
+from workflow.lib.model.describe_model import describe_checkpoint
+from workflow.lib.model.nf4_model import stored_buffers
 from workflow.lib.system.errors import UserError
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -49,11 +47,11 @@ def with_tables(tensors, tables, *, embedding):
 
 def assert_as_stock(folder):
     stock: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    model = build_on_meta(folder, dtype=torch.float32)
+    model = Checkpoint(folder).build(torch.float32)
     assert is_tied(model) == is_tied(stock)
-    assert describe_folder(folder).tied_embeddings == is_tied(stock)
-    assert bool(read_model_config(folder).get("tie_word_embeddings", True)) >= is_tied(stock)
-    with ConvertedReader(folder, model) as reader:
+    assert describe_checkpoint(Checkpoint.open(folder)).tied_embeddings == is_tied(stock)
+    assert bool(Checkpoint(folder).plain_config.get("tie_word_embeddings", True)) >= is_tied(stock)
+    with Checkpoint(folder).weights() as reader:
         for name, param in stock.named_parameters():
             assert torch.equal(reader.tensor(name), param), name
 
@@ -67,7 +65,7 @@ def test_embedding_and_head_are_tied_as_transformers_ties_them(tmp_path, tied, t
     if not tied and tables in ("no embedding", "no head"):
         lost = EMBEDDING if tables == "no embedding" else HEAD
         with pytest.raises(UserError, match=f"has no tensor {lost}"):
-            describe_folder(folder)
+            describe_checkpoint(Checkpoint.open(folder))
         return
     assert_as_stock(folder)
 
@@ -83,9 +81,9 @@ def test_ties_of_a_model_and_of_its_text_part_are_read_as_transformers_reads_the
         own = {k: v for k, v in text.items() if k != "tie_word_embeddings"}
         own |= {} if part is None else {"tie_word_embeddings": part}
         rewrite(folder, tensors, tie_word_embeddings=whole, text_config=own)
-        if tables == "no head" and not is_tied(build_on_meta(folder, dtype=torch.float32)):
+        if tables == "no head" and not is_tied(Checkpoint(folder).build(torch.float32)):
             with pytest.raises(UserError, match="has no tensor lm_head"):
-                describe_folder(folder)
+                describe_checkpoint(Checkpoint.open(folder))
             continue
         assert_as_stock(folder)
 
@@ -134,11 +132,11 @@ def test_what_a_family_ignores_is_no_part_of_the_model(tmp_path, caplog, family,
     extra = extra_tensors(names)
     rewrite(folder, load_file(folder / "model.safetensors") | extra)
     with caplog.at_level("INFO", logger="workflow"):
-        assert describe_folder(folder).left_tensors == len(extra)
+        assert describe_checkpoint(Checkpoint.open(folder)).left_tensors == len(extra)
     (record,) = (x for x in caplog.records if "the model has no part for" in x.message)
     assert record.levelname == "INFO"
-    model = build_on_meta(folder, dtype=torch.bfloat16)
-    with ConvertedReader(folder, model) as reader:
+    model = Checkpoint(folder).build(torch.bfloat16)
+    with Checkpoint(folder).weights() as reader:
         assert sorted(reader.left) == sorted(extra)
         assert {*reader.names()} == {*dict(model.named_parameters()), *dict(stored_buffers(model))}
 
@@ -152,17 +150,17 @@ def test_layers_of_multi_token_prediction_that_config_json_counts_are_left(tmp_p
     tensors = load_file(folder / "model.safetensors")
     layer = {n.replace(".1.", ".2.", 1): x for n, x in tensors.items() if ".layers.1." in n}
     rewrite(folder, tensors | layer | extra_tensors([NEXT]), num_nextn_predict_layers=1)
-    assert describe_folder(folder).left_tensors == len(layer) + 1
+    assert describe_checkpoint(Checkpoint.open(folder)).left_tensors == len(layer) + 1
     rewrite(folder, tensors | layer | extra_tensors([NEXT]), num_nextn_predict_layers=0)
     with pytest.raises(UserError, match=r"decoder layer 2, but config\.json says num_hidden_lay"):
-        describe_folder(folder)
+        describe_checkpoint(Checkpoint.open(folder))
 
 
 def test_what_no_list_of_the_family_has_is_told_as_a_warning(tmp_path, caplog):
     folder = tiny_llama(tmp_path)
     bias = "model.layers.1.self_attn.q_proj.bias"
     rewrite(folder, load_file(folder / "model.safetensors") | {bias: torch.ones(80)})
-    assert describe_folder(folder).left_tensors == 1
+    assert describe_checkpoint(Checkpoint.open(folder)).left_tensors == 1
     (record,) = (x for x in caplog.records if x.levelname == "WARNING")
     assert f"for 1 tensors of the checkpoint ({bias} first)" in record.message
 
@@ -175,10 +173,10 @@ def test_layer_that_is_left_of_a_packed_checkpoint_is_decoded(tmp_path):
     left = packed.replace(".1.", ".61.")
     tensors |= {left: tensors[packed], f"{left}_scale_inv": tensors[f"{packed}_scale_inv"]}
     rewrite(folder, tensors)
-    assert describe_folder(folder).left_tensors == 1
+    assert describe_checkpoint(Checkpoint.open(folder)).left_tensors == 1
     with (
-        ConvertedReader(folder, build_on_meta(folder, dtype=torch.bfloat16)) as reader,
-        DecodedReader(folder) as stored,
+        Checkpoint(folder).weights() as reader,
+        Checkpoint(folder).decoded() as stored,
     ):
         assert reader.left == [left]
         assert torch.equal(stored.tensor(left), reader.tensor(packed))
@@ -190,8 +188,7 @@ def test_what_is_left_is_in_the_merged_model_as_it_is_stored(tmp_path):
     extra["model.layers.2.counts"] = torch.arange(5)
     rewrite(folder, load_file(folder / "model.safetensors") | extra, num_nextn_predict_layers=1)
     base = quantized(folder, tmp_path / "nf4")
-    model = build_on_meta(folder, dtype=torch.bfloat16)
-    with ConvertedReader(folder, model) as original, CheckpointReader(base) as nf4:
+    with Checkpoint(folder).weights() as original, CheckpointReader(base) as nf4:
         assert not {*extra} & {*nf4.names()}
         merged = merged_tensors({}, {}, original=original, nf4=nf4, onto="original")
         assert not {*extra} & {*dict(merged)}

@@ -9,9 +9,9 @@ from transformers import CompressedTensorsConfig, LlamaForCausalLM
 
 from tests.support.models import quantized
 from tests.support.packed_checkpoints import compressed_checkpoint, integer_checkpoint
-from workflow.lib.checkpoints.decoded_reader import DecodedReader
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.export.stock_models import load_base
-from workflow.lib.model.describe_model import describe_folder
+from workflow.lib.model.describe_model import describe_checkpoint
 from workflow.lib.system.errors import UserError
 
 LINEAR = "model.layers.1.mlp.down_proj"
@@ -35,7 +35,7 @@ def test_gptq_is_code_less_zero_times_the_scale_of_the_inputs_group(
     parts = (stored[f"{LINEAR}.{name}"] for name in ("qweight", "qzeros", "scales", "g_idx"))
     packed, zeros, scales, groups = parts
     zeros = zeros + less * sum(1 << shift for shift in range(0, 32, bits))
-    with DecodedReader(folder) as reader:
+    with Checkpoint(folder).decoded() as reader:
         found = reader.tensor(f"{LINEAR}.weight")
         assert reader.shape(f"{LINEAR}.weight") == tuple(found.shape) == (80, 176)
     for out, column in ((0, 0), (79, 175), (33, 64), (7, 101)):
@@ -49,7 +49,7 @@ def test_gptq_is_code_less_zero_times_the_scale_of_the_inputs_group(
 def test_gptq_zeros_of_0_borrow_from_the_next_code_of_their_word(tmp_path: Path, bits: int) -> None:
     """As GPTQModel writes format `gptq`: the words of `gptq_v2` minus 1 for each code."""
     folder = integer_checkpoint(tmp_path, "gptq", bits=bits, said={"checkpoint_format": "gptq_v2"})
-    with DecodedReader(folder) as reader:
+    with Checkpoint(folder).decoded() as reader:
         expected = reader.tensor(f"{LINEAR}.weight")
     stored = load_file(folder / "model.safetensors")
     ones = sum(1 << shift for shift in range(0, 32, bits))
@@ -57,7 +57,7 @@ def test_gptq_zeros_of_0_borrow_from_the_next_code_of_their_word(tmp_path: Path,
     save_file(stored | less, folder / "model.safetensors")
     text = (folder / "config.json").read_text().replace("gptq_v2", "gptq")
     (folder / "config.json").write_text(text)
-    with DecodedReader(folder) as reader:
+    with Checkpoint(folder).decoded() as reader:
         assert torch.equal(reader.tensor(f"{LINEAR}.weight"), expected)
 
 
@@ -66,7 +66,7 @@ def test_awq_has_its_columns_in_the_order_of_its_kernels(tmp_path: Path) -> None
     stored = load_file(folder / "model.safetensors")
     packed, zeros, scales = (stored[f"{LINEAR}.{x}"] for x in ("qweight", "qzeros", "scales"))
     place = {0: 0, 2: 1, 4: 2, 6: 3, 1: 4, 3: 5, 5: 6, 7: 7}
-    with DecodedReader(folder) as reader:
+    with Checkpoint(folder).decoded() as reader:
         found = reader.tensor(f"{LINEAR}.weight")
     for out, column in ((0, 0), (79, 175), (33, 64), (7, 101)):
         stored_at = out // 8 * 8 + place[out % 8]
@@ -88,7 +88,7 @@ def test_compressed_tensors_are_what_stock_transformers_decodes(
     beside = ("scale", "weight_shape")
     named = stock.named_parameters()
     expected = {name: p for name, p in named if not any(word in name for word in beside)}
-    with DecodedReader(folder) as reader:
+    with Checkpoint(folder).decoded() as reader:
         assert {*reader.names()} == {x for x in expected if "zero_point" not in x}
         for name in reader.names():
             assert reader.shape(name) == tuple(expected[name].shape), name
@@ -104,14 +104,20 @@ def test_original_is_described_quantized_and_loaded_as_it_is_decoded(
         compressed_checkpoint(folder, "W4A16")
     else:
         integer_checkpoint(folder, method)
-    assert describe_folder(folder).source_dtype == "BF16"
+    assert describe_checkpoint(Checkpoint.open(folder)).source_dtype == "BF16"
     stock = load_base(
-        folder, device=torch.device("cpu"), compute_dtype=torch.bfloat16, attention="eager"
+        Checkpoint(folder),
+        device=torch.device("cpu"),
+        compute_dtype=torch.bfloat16,
+        attention="eager",
     )
-    with DecodedReader(folder) as reader:
+    with Checkpoint(folder).decoded() as reader:
         for name, param in stock.named_parameters():
             assert torch.equal(param, reader.tensor(name)), name
-    with DecodedReader(quantized(folder, tmp_path / "nf4")) as base, DecodedReader(folder) as own:
+    with (
+        Checkpoint(quantized(folder, tmp_path / "nf4")).decoded() as base,
+        Checkpoint(folder).decoded() as own,
+    ):
         weight = f"{LINEAR}.weight"
         assert base.nf4_state(weight) is not None
         error = (base.tensor(weight).float() - own.tensor(weight).float()).norm()
@@ -131,7 +137,7 @@ def test_original_is_described_quantized_and_loaded_as_it_is_decoded(
 def test_form_that_is_not_decoded_is_refused_by_name(tmp_path, method, settings, words):
     folder = integer_checkpoint(tmp_path, method, said=settings)
     with pytest.raises(UserError, match=words):
-        describe_folder(folder)
+        describe_checkpoint(Checkpoint.open(folder))
 
 
 def test_format_of_a_group_that_is_not_decoded_is_refused_by_name(tmp_path):
@@ -139,17 +145,17 @@ def test_format_of_a_group_that_is_not_decoded_is_refused_by_name(tmp_path):
     text = (folder / "config.json").read_text()
     (folder / "config.json").write_text(text.replace('"pack-quantized"', '"marlin-24"', 1))
     with pytest.raises(UserError, match=r"group_0\.format = 'marlin-24'"):
-        describe_folder(folder)
+        describe_checkpoint(Checkpoint.open(folder))
 
 
 def test_gptq_of_the_second_version_is_known_by_either_name(tmp_path):
     folder = integer_checkpoint(tmp_path, "gptq", said={"checkpoint_format": "gptq_v2"})
     name = f"{LINEAR}.weight"
-    with DecodedReader(folder) as reader:
+    with Checkpoint(folder).decoded() as reader:
         expected = reader.tensor(name)
     text = (folder / "config.json").read_text()
     (folder / "config.json").write_text(text.replace("checkpoint_format", "format"))
-    with DecodedReader(folder) as reader:
+    with Checkpoint(folder).decoded() as reader:
         assert torch.equal(reader.tensor(name), expected)
 
 
@@ -168,5 +174,5 @@ def test_module_that_cannot_be_decoded_is_named(tmp_path, part, change, words):
     if change is not None:
         tensors[f"{LINEAR}.{part}"] = change(found).contiguous()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match=words), DecodedReader(folder) as reader:
+    with pytest.raises(UserError, match=words), Checkpoint(folder).decoded() as reader:
         reader.tensor(f"{LINEAR}.weight")

@@ -12,6 +12,7 @@ from tests.support.built_models import built_model
 from tests.support.distributed import run_in_group
 from tests.support.models import adapted, quantized, random_store, tiny_llama
 from tests.support.plans import make_plan
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.decoder_layers import decoder_layers
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.distributed.fsdp import forward_only
@@ -19,7 +20,7 @@ from workflow.lib.distributed.weight_checks import local_bytes, mismatched_tenso
 from workflow.lib.model.architecture.layer_choice import recomputed_layers
 from workflow.lib.model.layers.nf4_linear import nf4_linears
 from workflow.lib.model.lora import trainable_parameters
-from workflow.lib.model.nf4_model import build_on_meta, local, local_range
+from workflow.lib.model.nf4_model import local, local_range
 from workflow.lib.model.recomputation import checkpoint_activations_
 from workflow.lib.settings.config import LoraSettings, RunConfig
 from workflow.lib.system.errors import UserError
@@ -51,7 +52,9 @@ def survey(world, base, altered_base):
         "units": len(model.units),
         "whole": whole(model, params),
     }
-    report["checks"] = startup_checks(model, random_store(rows=2, seq_len=11), base, world)
+    report["checks"] = startup_checks(
+        model, random_store(rows=2, seq_len=11), Checkpoint(base), world
+    )
     report["held_after_checks"] = held_bytes(model, world)
     with CheckpointReader(base) as reader:
         report["found"] = {name: alter(model, name, reader, world) for name in ALTERED}
@@ -59,7 +62,7 @@ def survey(world, base, altered_base):
     with CheckpointReader(altered_base) as reader:
         report["on_disk"] = mismatches(model, reader, world)
     try:
-        startup_checks(model, random_store(rows=2, seq_len=11), altered_base, world)
+        startup_checks(model, random_store(rows=2, seq_len=11), Checkpoint(altered_base), world)
     except UserError as error:
         report["message"] = str(error)
     return report
@@ -239,14 +242,14 @@ def test_parameters_are_listed_as_shards_or_not_at_all(folder):
     ("level", "chosen"), [(1, [0, 1, 2]), (2, [0, 2]), (3, [0]), (7, [0]), (0.4, [0, 2])]
 )
 def test_layers_of_a_level_are_recomputed(folder, level, chosen):
-    model = build_on_meta(folder / "original", dtype=torch.float32)
+    model = Checkpoint(folder / "original").build(torch.float32)
     checkpoint_activations_(model, recomputed_layers(level, 3))
     layers = decoder_layers(model)
     assert [n for n, layer in enumerate(layers) if layer.gradient_checkpointing] == chosen
 
 
 def test_model_without_known_layers_is_refused(folder):
-    model = build_on_meta(folder / "original", dtype=torch.float32)
+    model = Checkpoint(folder / "original").build(torch.float32)
     assert len(decoder_layers(model)) == 3
     model._no_split_modules = None
     with pytest.raises(

@@ -13,6 +13,7 @@ from tests.support.distributed import run_in_group
 from tests.support.gathering import all_full
 from tests.support.models import base_fixture, random_store
 from tests.support.plans import make_plan
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.model.architecture.layer_choice import activation_offload_layers, spread
 from workflow.lib.model.layers.nf4_linear import nf4_linears
 from workflow.lib.model.lora import trainable_parameters
@@ -43,7 +44,7 @@ def engine(base, world, *, count, level):
     config = RunConfig(lora=LoraSettings(r=3, alpha=6))
     model = built_model(base, config, plan, world)
     store = random_store(rows=7, seq_len=23)
-    checks = startup_checks(model, store, base, world)
+    checks = startup_checks(model, store, Checkpoint(base), world)
     params = trainable_parameters(model.training)
     fill_(params)
     model.training.train()
@@ -102,7 +103,7 @@ def corrupted(model, store, base, world):
     for mine in model.packed_layers.slices.values():
         mine[:1] += 1
     try:
-        startup_checks(model, store, base, world)
+        startup_checks(model, store, Checkpoint(base), world)
     except UserError as error:
         return str(error)
     return ""

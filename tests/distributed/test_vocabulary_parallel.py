@@ -18,6 +18,7 @@ from tests.support.distributed import run_in_group
 from tests.support.gathering import all_full
 from tests.support.models import adapted, base_fixture, random_store
 from tests.support.plans import make_plan
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.distributed.vocabulary_parallel import (
     ExchangedRows,
     SlicedCrossEntropy,
@@ -139,7 +140,7 @@ def engine(base, world, *, offload_embedding):
     plan = make_plan(offload_embedding=offload_embedding)
     model = built_model(base, CONFIG, plan, world)
     store = random_store(rows=ROWS, seq_len=SEQ_LEN)
-    checks = startup_checks(model, store, base, world)
+    checks = startup_checks(model, store, Checkpoint(base), world)
     model.training.train()
     params = trainable_parameters(model.training)
     fill_(params)

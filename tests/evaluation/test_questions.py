@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from tests.evaluation.test_lm_eval_tasks import task_file
 from tests.support.tiny_export import exported_run, random_documents, tiny_adapter, tiny_tokens
 from workflow.lib.artifacts.evaluation_record import forgetting
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.data.encoding.tokenizer import load_tokenizer
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.evaluation.evaluated_models import (
@@ -67,7 +68,9 @@ def store(folder, name="tokens"):
 
 
 def load(folder, name="base"):
-    return load_base(folder / name, device=CPU, compute_dtype=torch.float32, attention="sdpa")
+    return load_base(
+        Checkpoint(folder / name), device=CPU, compute_dtype=torch.float32, attention="sdpa"
+    )
 
 
 class Evaluator:
@@ -92,7 +95,7 @@ class Evaluator:
             preferences=self.preferences(tokens, settings),
             other_texts=self.other_texts,
         )
-        options = load_options(self.folder / "base", device=CPU, settings=ModelConfig())
+        options = load_options(Checkpoint(self.folder / "base"), device=CPU, settings=ModelConfig())
         asked = parts(questions, world=world)
         measured, new = {}, {}
         original = self.folder / "base-original"

@@ -10,6 +10,7 @@ from tests.support.built_models import built_model
 from tests.support.distributed import run_in_group
 from tests.support.plans import make_plan
 from tests.support.scored_rows import scored_rows
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.evaluation.heldout_loss import heldout_sums
 from workflow.lib.evaluation.questions import Archive, Questions, Subject, measure, parts
 from workflow.lib.evaluation.results import evaluations
@@ -49,7 +50,7 @@ def questions_on(store, objective):
 
 
 def load(base):
-    return load_base(base, device=CPU, compute_dtype=torch.float32, attention="sdpa")
+    return load_base(Checkpoint(base), device=CPU, compute_dtype=torch.float32, attention="sdpa")
 
 
 def evaluated(base, questions, folder):
@@ -140,7 +141,7 @@ def test_model_read_layer_by_layer_has_the_number_of_a_loaded_one(base, case):
     loaded = heldout_sums(
         load(folder), questions.documents, batch_size=4, device=CPU, objective=summed
     )
-    streamed = StreamedModel(folder, device=CPU, dtype=torch.float32)
+    streamed = StreamedModel(Checkpoint(folder), device=CPU, dtype=torch.float32)
     for one, other in zip(loaded, streamed.losses(questions.documents, summed), strict=True):
         assert one == pytest.approx(other, rel=1e-4)
 

@@ -14,6 +14,7 @@ from transformers import GenerationConfig
 from tests.support.models import VOCAB, quantized, tiny_llama, write_shards
 from tests.support.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from workflow.lib.artifacts.manifest_record import ConversationFacts
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.data.encoding.probe_conversations import PROBE
 from workflow.lib.data.encoding.sample_encoder import SampleEncoder
@@ -119,7 +120,10 @@ def merge(run, adapter, config, *, onto):
 
 def test_merged_config_is_the_originals_in_bf16(run, tmp_path):
     write_merged(
-        iter({"a": torch.zeros(2)}.items()), run / "model", tmp_path / "m", settings=ExportConfig()
+        iter({"a": torch.zeros(2)}.items()),
+        Checkpoint(run / "model"),
+        tmp_path / "m",
+        settings=ExportConfig(),
     )
     written, original = (
         read_json(tmp_path / "m" / "config.json"),

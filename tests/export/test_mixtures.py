@@ -12,21 +12,22 @@ from transformers import AutoModelForCausalLM
 from tests.support.families import FamilyCase
 from tests.support.mixtures import MIXTURES, tiny_mixture
 from tests.support.models import decoded_by_hand, quantized
+from workflow.lib.checkpoints.checkpoint import Checkpoint
+from workflow.lib.checkpoints.converted_reader import ModuleNames
 from workflow.lib.checkpoints.expert_stacks import expert_stacks
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.export.adapter_files import merged_tensors, save_adapter
 from workflow.lib.export.packed_stacks import (
     PREFIX,
     NF4Tensor,
+    adapted_paths,
     exported_config,
-    exported_names,
     stored_names,
     stored_weight,
     without_stacks,
 )
 from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, load_base
 from workflow.lib.model.architecture.adapter_targets import adapter_scale
-from workflow.lib.model.nf4_model import build_on_meta
 from workflow.lib.quantization.nf4_checkpoint import quantizable_linears
 from workflow.lib.system.files import read_json
 
@@ -59,11 +60,11 @@ def folder(request, tmp_path_factory):
 
 
 def meta(folder):
-    return build_on_meta(folder / "model", dtype=torch.float32)
+    return Checkpoint(folder / "model").build(torch.float32)
 
 
 def stock(folder):
-    return load_base(folder, device=CPU, compute_dtype=torch.float32, attention="eager")
+    return load_base(Checkpoint(folder), device=CPU, compute_dtype=torch.float32, attention="eager")
 
 
 @torch.no_grad()
@@ -129,11 +130,11 @@ def plain(folder, *, onto, adapted):
 
 
 def exported(folder, target, **changed):
-    model, adapter = meta(folder), trained_adapter(meta(folder))
-    names = exported_names(model, adapter)
+    original, adapter = Checkpoint(folder / "model"), trained_adapter(meta(folder))
+    names = original.names.peft(adapted_paths(adapter))
     save_adapter(
         {names.exported(name): tensor for name, tensor in adapter.items()},
-        exported_config(CONFIG | changed, model, adapter),
+        exported_config(CONFIG | changed, original.names, adapter),
         target,
     )
     return target
@@ -190,7 +191,8 @@ def test_mixture_whose_layers_are_all_dense_names_parameters_too():
         model = AutoModelForCausalLM.from_config(dense.config("qwen3_moe"))
     paths = [*quantizable_linears(model)]
     trained = {"target_modules": paths, "rank_pattern": {}, "alpha_pattern": {}}
-    found = exported_config(trained, model, [f"{PREFIX}{path}.lora_A.weight" for path in paths])
+    adapter = [f"{PREFIX}{path}.lora_A.weight" for path in paths]
+    found = exported_config(trained, ModuleNames(model), adapter)
     feed_forward = {f"{path}.weight" for path in paths if ".mlp." in path}
     assert len(feed_forward) == 6
     assert {*found["target_parameters"]} == feed_forward
@@ -206,10 +208,10 @@ def test_names_of_the_training_come_back_from_the_exported_files(folder, tmp_pat
 
 
 def test_adapter_on_one_stack_of_a_layer_has_the_outermost_wrapper(folder):
-    model = meta(folder)
-    *_, path = (path for path in expert_stacks(model) if path.endswith("gate_up_proj"))
+    names = Checkpoint(folder / "model").names
+    *_, path = (path for path in names.stacks if path.endswith("gate_up_proj"))
     name = f"{PREFIX}{path}.lora_A.weight"
-    assert exported_names(model, [name]).exported(name) == (
+    assert names.peft({path}).exported(name) == (
         f"{PREFIX}{path.removesuffix('.gate_up_proj')}.lora_A.weight"
     )
 

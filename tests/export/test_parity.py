@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.models import adapted, random_store
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.export.adapter_files import read_sharded_adapter, save_adapter
 from workflow.lib.export.parity import POSITIONS, compare_logits, save_logits, trained_logits
 from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, load_adapter, load_base
@@ -27,7 +28,9 @@ def reloaded(run, folder, **changes):
     save_adapter(
         adapter | changes, read_checked_json(run / "finetune" / "adapter_config.json"), folder
     )
-    base = load_base(run / "base", device=CPU, compute_dtype=torch.float32, attention="sdpa")
+    base = load_base(
+        Checkpoint(run / "base"), device=CPU, compute_dtype=torch.float32, attention="sdpa"
+    )
     return load_adapter(base, folder)
 
 

@@ -7,6 +7,7 @@ from tests.export.test_mixtures import IDS, exported, logits, stock
 from tests.support.distributed import TIMEOUT_S, run_distributed
 from tests.support.mixtures import tiny_mixture
 from tests.support.models import quantized
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.distributed.world import process_group
 from workflow.lib.export.sharded_models import load_sharded_adapter, load_sharded_base
 from workflow.lib.export.stock_models import load_adapter
@@ -18,12 +19,16 @@ def share(folder):
     options = {"compute_dtype": torch.float32, "attention": "eager"}
     found = {}
     with process_group("cpu", timeout_s=TIMEOUT_S) as world, torch.no_grad():
-        original = load_sharded_base(folder / "model", world=world, **options)
+        original = load_sharded_base(Checkpoint(folder / "model"), world=world, **options)
         found["original"] = original(IDS).logits
-        tuned = load_sharded_adapter(folder / "nf4", folder / "adapter", world=world, **options)
+        tuned = load_sharded_adapter(
+            Checkpoint(folder / "nf4"), folder / "adapter", world=world, **options
+        )
         found["tuned"] = tuned.get_base_model()(IDS).logits
         with pytest.raises(UserError) as caught:
-            load_sharded_adapter(folder / "model", folder / "adapter", world=world, **options)
+            load_sharded_adapter(
+                Checkpoint(folder / "model"), folder / "adapter", world=world, **options
+            )
     return found, str(caught.value)
 
 

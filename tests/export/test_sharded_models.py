@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.evaluation.test_lm_eval_tasks import WRITE, task_file
 from tests.support.distributed import TIMEOUT_S, run_distributed
 from tests.support.tiny_export import exported_run, random_documents, tiny_tokens
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.data.encoding.tokenizer import load_tokenizer
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.weight_checks import local_bytes
@@ -80,7 +81,7 @@ def evaluate(folder, settings, device="cpu", *, world, shards=None):
     tokens = TokenStore.open(folder / "tokens")
     questions = prepare(tokens, tokenizer=load_tokenizer(folder / "base"), settings=settings)
     chosen = torch.device(device) if world is None else world.device
-    options = load_options(folder / "base", device=chosen, settings=EXACT)
+    options = load_options(Checkpoint(folder / "base"), device=chosen, settings=EXACT)
     original = folder / "base-original"
     asked = subjects(
         SUBJECTS,
@@ -100,7 +101,9 @@ def evaluate(folder, settings, device="cpu", *, world, shards=None):
 
 def load(folder, adapter, world):
     options: dict[str, Any] = {"compute_dtype": torch.float32, "attention": "sdpa"}
-    return load_sharded_adapter(folder / "base", folder / adapter, world=world, **options)
+    return load_sharded_adapter(
+        Checkpoint(folder / "base"), folder / adapter, world=world, **options
+    )
 
 
 def refusal(folder, world):

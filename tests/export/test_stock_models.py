@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.models import VOCAB, decoded_by_hand, quantized, tiny_llama
 from tests.support.tiny_export import tiny_adapter, tiny_base
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.export.sharded_models import load_sharded_adapter
 from workflow.lib.export.stock_models import load_adapter, load_base
 from workflow.lib.model.backends import resolve_attention, resolve_dtype
@@ -28,7 +29,9 @@ def folder(tmp_path_factory):
 
 
 def load(base_dir, *, compute_dtype=torch.float32):
-    return load_base(base_dir, device=CPU, compute_dtype=compute_dtype, attention="sdpa")
+    return load_base(
+        Checkpoint(base_dir), device=CPU, compute_dtype=compute_dtype, attention="sdpa"
+    )
 
 
 @torch.no_grad()
@@ -200,7 +203,10 @@ needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than
 
 def load_on(device, folder):
     return load_base(
-        folder / "base", device=torch.device(device), compute_dtype=torch.float32, attention="sdpa"
+        Checkpoint(folder / "base"),
+        device=torch.device(device),
+        compute_dtype=torch.float32,
+        attention="sdpa",
     )
 
 
@@ -240,7 +246,7 @@ def load_whole(base, adapter):
 def load_slices(base, adapter):
     """Ask for them; files are looked at before any process is."""
     build = {"compute_dtype": torch.float32, "attention": "sdpa"}
-    return load_sharded_adapter(base, adapter, world=None, **build)
+    return load_sharded_adapter(Checkpoint(base), adapter, world=None, **build)
 
 
 @pytest.mark.parametrize("load_tuned", [load_whole, load_slices])

@@ -5,16 +5,17 @@ import logging
 import pytest
 
 from tests.support.families import FAMILIES, by_kind, tiny_family
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.converted_reader import ConvertedReader
 from workflow.lib.export import trial
 from workflow.lib.export.trial import try_exports
-from workflow.lib.model.describe_model import describe_folder
+from workflow.lib.model.describe_model import describe_checkpoint
 from workflow.lib.system.errors import UserError
 
 
 def tried(family, folder):
     tiny_family(family, folder)
-    try_exports(folder, describe_folder(folder))
+    try_exports(Checkpoint(folder), describe_checkpoint(Checkpoint.open(folder)))
 
 
 @pytest.mark.parametrize("family", by_kind(f for f in FAMILIES if not f.startswith("nemotron_h")))
@@ -45,7 +46,7 @@ def test_step_that_fails_is_named_before_the_training(name, step, tmp_path, monk
     whole = getattr(trial, name)
 
     def fails(*given, **named):
-        if name == "load_base" and given[0].name == "model":
+        if name == "load_base" and given[0].folder.name == "model":
             return whole(*given, **named)
         raise IndexError("Dimension out of range")
 

@@ -14,10 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.families import GEMMA4, MOE, tiny_family, tiny_model
 from tests.support.models import adapted, quantized, tiny_llama
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.files.config_file import read_config
 from workflow.lib.export.stock_models import load_base
 from workflow.lib.model.architecture.model_shape import shape_of_document
-from workflow.lib.model.describe_model import describe_config, describe_folder
+from workflow.lib.model.describe_model import describe_checkpoint, describe_config
 from workflow.lib.system.errors import UserError
 
 SIZES: dict[str, Any] = {
@@ -88,7 +89,7 @@ def test_tables_and_linears_beside_the_layers_are_described():
 
 def test_decoder_of_a_multimodal_checkpoint_is_described(tmp_path):
     folder = tiny_family("gemma3", tmp_path)
-    shape = describe_folder(folder)
+    shape = describe_checkpoint(Checkpoint.open(folder))
     assert shape.embedding == "model.language_model.embed_tokens"
     assert shape.tied_embeddings
     assert shape.left_tensors == 0
@@ -173,12 +174,12 @@ def test_checkpoint_under_other_names_is_described_if_it_is_whole(tmp_path):
     tiny_model(AutoConfig.for_model("hy_v3", **(SIZES | MOE | layers)), tmp_path)
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
-    linears = {f"{x}.weight" for x in describe_folder(tmp_path).linear_paths()}
+    linears = {f"{x}.weight" for x in describe_checkpoint(Checkpoint.open(tmp_path)).linear_paths()}
     assert linears - tensors.keys(), "all have the modules' names: nothing is tried"
     del tensors["model.layers.1.self_attn.q_proj.weight"]
     save_file(tensors, path)
     with pytest.raises(UserError, match="has no tensor model"):
-        describe_folder(tmp_path)
+        describe_checkpoint(Checkpoint.open(tmp_path))
 
 
 def test_infinity_is_read_however_it_is_written(tmp_path):
@@ -212,11 +213,17 @@ def test_what_a_models_last_user_wanted_of_its_calls_changes_nothing(tmp_path, s
     folder = tiny_llama(tmp_path, num_hidden_layers=1)
     ids = torch.tensor([[3, 1, 4, 1, 5]])
     stock = {"device": torch.device("cpu"), "compute_dtype": torch.float32, "attention": "sdpa"}
-    plain, logits = describe_folder(folder), load_base(folder, **stock)(ids).logits
+    plain, logits = (
+        describe_checkpoint(Checkpoint.open(folder)),
+        load_base(Checkpoint(folder), **stock)(ids).logits,
+    )
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {setting: LAST_USE[setting]}))
-    assert replace(describe_folder(folder), config_sha256=plain.config_sha256) == plain
-    assert torch.equal(load_base(folder, **stock)(ids).logits, logits)
+    assert (
+        replace(describe_checkpoint(Checkpoint.open(folder)), config_sha256=plain.config_sha256)
+        == plain
+    )
+    assert torch.equal(load_base(Checkpoint(folder), **stock)(ids).logits, logits)
     training = adapted(quantized(folder, tmp_path / "nf4"))
     assert training.hidden_states(ids, torch.arange(5)[None]).shape == (5, plain.hidden_size)
 
@@ -226,7 +233,7 @@ def test_generation_settings_that_cannot_be_read_are_refused_with_the_model(tmp_
     folder = tiny_llama(tmp_path, num_hidden_layers=1)
     (folder / "generation_config.json").write_text(said)
     with pytest.raises(UserError, match=r"generation_config\.json: Transformers .* cannot read it"):
-        describe_folder(folder)
+        describe_checkpoint(Checkpoint.open(folder))
 
 
 @pytest.mark.parametrize(("zeros", "fault"), [(4095, ""), (12_000, "norm.weight")])
@@ -235,10 +242,10 @@ def test_file_that_ends_in_zeros_is_named_with_its_tensors(zeros, fault, tmp_pat
     file = tiny_llama(tmp_path) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-zeros] + bytes(zeros))
     if not fault:
-        describe_folder(tmp_path)
+        describe_checkpoint(Checkpoint.open(tmp_path))
         return
     with pytest.raises(UserError, match=r"model.safetensors ends in zeros, in \d+ of its \d+ tens"):
-        describe_folder(tmp_path)
+        describe_checkpoint(Checkpoint.open(tmp_path))
 
 
 def test_table_whose_last_rows_are_zeros_is_taken(tmp_path):
@@ -257,4 +264,4 @@ def test_table_whose_last_rows_are_zeros_is_taken(tmp_path):
     weight_map = {name: shard for shard, part in shards.items() for name in part}
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    describe_folder(folder)
+    describe_checkpoint(Checkpoint.open(folder))

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from tests.support.models import VOCAB, adapted
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.export.stock_models import decode_partial_rows_
 from workflow.lib.kernels.attention.packed import document_bounds
 from workflow.lib.model.fusion.fuse_layers import fuse_layers_
@@ -61,7 +62,7 @@ def test_initial_values_depend_on_the_seed_and_differ_between_layers(tiny_base):
     training = adapted(tiny_base, r=3)
 
     def draw(seed):
-        init_adapters_(training, seed=seed, base=tiny_base)
+        init_adapters_(training, seed=seed, base=Checkpoint(tiny_base).stored())
         params = trainable_parameters(training)
         return {name: p.detach().clone() for name, p in params.items() if ".lora_A." in name}
 

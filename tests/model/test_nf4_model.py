@@ -8,14 +8,10 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from tests.support.families import tiny_family
 from tests.support.models import adapted, quantized, tiny_llama
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.model.layers.nf4_linear import NF4Linear, nf4_linears
-from workflow.lib.model.nf4_model import (
-    build_nf4_on_meta,
-    build_on_meta,
-    load_weights_,
-    materialize_,
-)
+from workflow.lib.model.nf4_model import build_nf4_on_meta, load_weights_, materialize_
 from workflow.lib.system.errors import UserError
 
 CPU = torch.device("cpu")
@@ -38,9 +34,11 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def loaded(folder):
-    model = build_nf4_on_meta(folder / "nf4", compute_dtype=torch.float32, attention="sdpa")
+    model = build_nf4_on_meta(
+        Checkpoint(folder / "nf4"), compute_dtype=torch.float32, attention="sdpa"
+    )
     materialize_(model, transformers_model=model, device=CPU)
-    load_weights_(model, folder / "nf4")
+    load_weights_(model, Checkpoint(folder / "nf4").stored())
     return model
 
 
@@ -80,7 +78,7 @@ def test_bytes_read_are_those_of_the_checkpoint_without_code_tables(folder, load
         for name, t in stored.items()
         if "quant_map" not in name and "quant_state" not in name
     ]
-    assert load_weights_(loaded, folder / "nf4") == sum(data)
+    assert load_weights_(loaded, Checkpoint(folder / "nf4").stored()) == sum(data)
 
 
 class OddRotary(torch.nn.Module):
@@ -95,7 +93,9 @@ class OddRotary(torch.nn.Module):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool], ids=str)
 def test_buffer_that_nobody_computes_is_refused(folder, dtype):
     """It would hold whatever was in memory."""
-    model = build_nf4_on_meta(folder / "nf4", compute_dtype=torch.float32, attention="sdpa")
+    model = build_nf4_on_meta(
+        Checkpoint(folder / "nf4"), compute_dtype=torch.float32, attention="sdpa"
+    )
     model.model.odd = OddRotary(dtype)
     with pytest.raises(UserError) as caught:
         materialize_(model, transformers_model=model, device=CPU)
@@ -106,11 +106,13 @@ def test_buffer_that_nobody_computes_is_refused(folder, dtype):
 
 
 def test_stored_buffer_that_the_checkpoint_lacks_is_refused(folder):
-    model = build_nf4_on_meta(folder / "nf4", compute_dtype=torch.float32, attention="sdpa")
+    model = build_nf4_on_meta(
+        Checkpoint(folder / "nf4"), compute_dtype=torch.float32, attention="sdpa"
+    )
     model.model.register_buffer("layer_scalar", torch.ones(1, device="meta"))
     materialize_(model, transformers_model=model, device=CPU)
     with pytest.raises(UserError, match=r"has no tensor 'model\.layer_scalar'"):
-        load_weights_(model, folder / "nf4")
+        load_weights_(model, Checkpoint(folder / "nf4").stored())
 
 
 def test_checkpoint_of_another_model_is_refused(folder, tmp_path):
@@ -120,7 +122,9 @@ def test_checkpoint_of_another_model_is_refused(folder, tmp_path):
             (tmp_path / "wide" / file.name).write_bytes(file.read_bytes())
     (tmp_path / "wide" / "model.safetensors").unlink()
     with pytest.raises(UserError) as caught:
-        build_nf4_on_meta(tmp_path / "wide", compute_dtype=torch.float32, attention="sdpa")
+        build_nf4_on_meta(
+            Checkpoint(tmp_path / "wide"), compute_dtype=torch.float32, attention="sdpa"
+        )
     assert "has a quantized weight model.layers.0.mlp.down_proj of shape (80, 176)" in str(
         caught.value
     )
@@ -133,7 +137,7 @@ def test_checkpoint_of_another_model_is_refused(folder, tmp_path):
 def test_config_that_describes_no_causal_language_model_is_refused(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError) as caught:
-        build_on_meta(tmp_path, dtype=torch.float32)
+        Checkpoint(tmp_path).build(torch.float32)
     assert str(caught.value).startswith(
         f"{tmp_path}/config.json does not describe a causal language model"
     )
@@ -146,8 +150,8 @@ def test_attention_that_the_family_has_not_is_refused(tmp_path):
         UserError,
         match=r"can build with sdpa attention \(.*Check model\.source and model\.attention",
     ):
-        build_on_meta(tmp_path, dtype=torch.float32, attention="sdpa")
-    build_on_meta(tmp_path, dtype=torch.float32)
+        Checkpoint(tmp_path).build(torch.float32, attention="sdpa")
+    Checkpoint(tmp_path).build(torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -159,9 +163,9 @@ def test_attention_that_the_family_has_not_is_refused(tmp_path):
 )
 def test_what_chooses_experts_keeps_the_precision_that_its_family_asks_for(family, name, tmp_path):
     base = quantized(tiny_family(family, tmp_path / "original"), tmp_path / "nf4")
-    model = build_nf4_on_meta(base, compute_dtype=torch.bfloat16, attention="eager")
+    model = build_nf4_on_meta(Checkpoint(base), compute_dtype=torch.bfloat16, attention="eager")
     materialize_(model, transformers_model=model, device=torch.device("cpu"))
-    load_weights_(model, base)
+    load_weights_(model, Checkpoint(base).stored())
     with CheckpointReader(base) as reader:
         stored = reader.tensor(name)
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())

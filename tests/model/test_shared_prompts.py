@@ -7,8 +7,8 @@ import torch
 
 from tests.support.families import FAMILIES, RECURRENT, by_kind, tiny_family
 from tests.support.scored_rows import PROMPTED, prompted_rows
+from workflow.lib.checkpoints.meta_model import auto_class
 from workflow.lib.model.layers.adapter_dropout import AdapterState
-from workflow.lib.model.nf4_model import auto_class
 from workflow.lib.model.prepared_decoder import PreparedDecoder
 from workflow.lib.training.batches import shared_lengths, stored_batch
 

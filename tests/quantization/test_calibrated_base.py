@@ -16,10 +16,10 @@ from tests.support.families import FAMILIES, VOCAB, by_kind
 from tests.support.mixtures import tiny_mixture
 from tests.support.models import quantized
 from tests.support.token_arrays import token_arrays
-from workflow.lib.checkpoints.converted_reader import ConvertedReader
+from workflow.lib.checkpoints.checkpoint import Checkpoint
+from workflow.lib.checkpoints.meta_model import auto_class
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.export.stock_models import load_base
-from workflow.lib.model.nf4_model import auto_class, build_on_meta
 from workflow.lib.quantization import calibrated_base
 from workflow.lib.quantization.calibrated_base import (
     BATCH_TOKENS,
@@ -32,13 +32,11 @@ from workflow.lib.quantization.calibrated_base import (
     write_calibrated,
 )
 from workflow.lib.quantization.calibration import Calibration
-from workflow.lib.quantization.layer_stream import attention_of
 from workflow.lib.quantization.nf4_checkpoint import (
     copy_companions,
     modules_in_16_bits,
     nf4_config,
     quantizable_linears,
-    read_model_config,
 )
 from workflow.lib.settings.config import QuantizeConfig
 from workflow.lib.system.errors import UserError
@@ -83,14 +81,16 @@ def test_ends_of_turns_calibrate_where_padding_is_the_same_token():
 
 
 def calibrate(original, target):
-    model = build_on_meta(original, dtype=torch.bfloat16)
+    model = Checkpoint(original).build(torch.bfloat16)
     target.mkdir(parents=True, exist_ok=True)
-    with ConvertedReader(original, model) as reader:
+    with Checkpoint(original).weights() as reader:
         linears = quantizable_linears(model)
-        inputs = CalibrationInputs(original, reader, store(), linears, CPU, torch.float32)
+        inputs = CalibrationInputs(
+            Checkpoint(original), reader, store(), linears, CPU, torch.float32
+        )
         _, facts = write_calibrated(target, inputs, SETTINGS, fingerprint="x")
     copy_companions(original, target)
-    config = read_model_config(original)
+    config = Checkpoint(original).plain_config
     in_16_bits = modules_in_16_bits(model)
     write_json(target / "config.json", nf4_config(config, SETTINGS, in_16_bits=in_16_bits))
     return facts.heldout
@@ -114,14 +114,16 @@ def test_recorded_losses_are_those_of_the_whole_models_after_a_kill(tmp_path, mo
     original, target = folder_of(name, tmp_path / "original"), tmp_path / "calibrated"
     kill_before_last_layer(original, target, monkeypatch)
     recorded = calibrate(original, target)
-    attention = attention_of(original)
+    attention = Checkpoint(original).attention_needs.stock
     whole = auto_class(AutoConfig.from_pretrained(original)).from_pretrained(
         original, dtype=torch.float32, attn_implementation=attention
     )
     assert recorded.original == pytest.approx(losses(whole), rel=ROUNDING)
     plain = quantized(original, tmp_path / "absmax")
     for base, found in ((target, recorded.calibrated), (plain, recorded.absmax)):
-        model = load_base(base, device=CPU, compute_dtype=torch.float32, attention=attention)
+        model = load_base(
+            Checkpoint(base), device=CPU, compute_dtype=torch.float32, attention=attention
+        )
         assert found == pytest.approx(losses(model), rel=ROUNDING)
 
 
@@ -146,7 +148,7 @@ def test_calibration_that_was_killed_goes_on_to_the_same_bytes(tmp_path, monkeyp
     calibrate(original, tmp_path / "whole")
     kill_before_last_layer(original, tmp_path / "resumed", monkeypatch)
     finished = len(list((tmp_path / "resumed").glob("layer-*.safetensors")))
-    assert finished == build_on_meta(original, dtype=torch.bfloat16).config.num_hidden_layers - 1
+    assert finished == Checkpoint(original).build(torch.bfloat16).config.num_hidden_layers - 1
     calibrate(original, tmp_path / "resumed")
     for path in (tmp_path / "whole").glob("*.safetensors"):
         resumed = load_file(tmp_path / "resumed" / path.name)
@@ -187,7 +189,7 @@ def test_too_little_memory_is_told_with_both_numbers(enough, monkeypatch):
 
 
 def test_experts_of_a_layer_are_counted_once_and_their_originals_on_the_host(tmp_path):
-    model = build_on_meta(tiny_mixture("qwen3_moe", tmp_path), dtype=torch.bfloat16)
+    model = Checkpoint(tiny_mixture("qwen3_moe", tmp_path)).build(torch.bfloat16)
     layer = model.model.layers[0]
     in_stacks = 2 * 11 * (96 * 64 + 64 * 48)
     weights = sum(p.nbytes for p in layer.parameters())

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from tests.support.mixtures import tiny_mixture
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.expert_stacks import experts_modules
-from workflow.lib.model.nf4_model import build_on_meta
 from workflow.lib.quantization import calibrated_experts
 from workflow.lib.quantization.calibrated_experts import loaded_stacks, quantize_experts
 from workflow.lib.quantization.calibrated_rounding import decode, error_feedback, round_calibrated
@@ -19,7 +19,7 @@ PLAIN = QuantizeConfig(double_quant=False)
 def experts_of(family, folder):
     """The experts of the last layer, with random weights."""
     torch.manual_seed(2)
-    model = build_on_meta(tiny_mixture(family, folder), dtype=torch.float32)
+    model = Checkpoint(tiny_mixture(family, folder)).build(torch.float32)
     *_, (_, experts) = experts_modules(model)
     experts.to_empty(device="cpu")
     for parameter in experts.parameters():

@@ -19,9 +19,9 @@ from tests.support.families import (
     tiny_model,
 )
 from tests.support.models import tiny_llama
-from workflow.lib.checkpoints.converted_reader import ConvertedReader
-from workflow.lib.model.nf4_model import auto_class, build_on_meta
-from workflow.lib.quantization.layer_stream import Batch, LayerStream, attention_of
+from workflow.lib.checkpoints.checkpoint import Checkpoint
+from workflow.lib.checkpoints.meta_model import auto_class
+from workflow.lib.quantization.layer_stream import Batch, LayerStream
 from workflow.lib.system.errors import UserError
 
 CPU = torch.device("cpu")
@@ -62,8 +62,8 @@ def folder_of(name, folder):
 
 @contextmanager
 def streamed(folder, *, device=CPU, dtype=torch.float32):
-    with ConvertedReader(folder, build_on_meta(folder, dtype=dtype)) as reader:
-        yield LayerStream(folder, reader, device=device, dtype=dtype)
+    with Checkpoint(folder).weights() as reader:
+        yield LayerStream(Checkpoint(folder), reader, device=device, dtype=dtype)
 
 
 def through_all_layers(stream, batch):
@@ -86,9 +86,10 @@ def test_packed_documents_have_the_logits_of_the_stock_model_for_each_alone(tmp_
         batch = Batch(ids, positions)
         hidden = through_all_layers(stream, batch)
         found = stream.logits(batch, hidden, torch.arange(sum(LENGTHS)))
+    attention = Checkpoint(folder).attention_needs.stock
     whole = (
         auto_class(AutoConfig.from_pretrained(folder))
-        .from_pretrained(folder, dtype=torch.float32, attn_implementation=attention_of(folder))
+        .from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
         .eval()
     )
     alone = [whole(input_ids=part, use_cache=False).logits for part in ids.split(LENGTHS, 1)]

@@ -12,19 +12,13 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from tests.support.mixtures import tiny_mixture
 from tests.support.models import VOCAB, quantized, tiny_llama
 from tests.support.tiny import tiny_tokenizer
-from workflow.lib.checkpoints.converted_reader import ConvertedReader
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.loading import check_loading
 from workflow.lib.checkpoints.safetensors_reader import INDEX, CheckpointReader
 from workflow.lib.export.stock_models import load_base
 from workflow.lib.kernels.nf4.decode import decoded
-from workflow.lib.model.describe_model import describe_folder
-from workflow.lib.model.nf4_model import build_on_meta
-from workflow.lib.quantization.nf4_checkpoint import (
-    ShardWriter,
-    check_model,
-    quantizable_linears,
-    read_model_config,
-)
+from workflow.lib.model.describe_model import describe_checkpoint
+from workflow.lib.quantization.nf4_checkpoint import ShardWriter, check_model, quantizable_linears
 from workflow.lib.settings.config import QuantizeConfig
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import read_checked_json
@@ -129,9 +123,8 @@ class TestShards:
 
 
 def refusal(folder):
-    model = build_on_meta(folder, dtype=torch.bfloat16)
-    with pytest.raises(UserError) as caught, ConvertedReader(folder, model) as reader:
-        check_loading(model, reader)
+    with pytest.raises(UserError) as caught, Checkpoint(folder).weights() as reader:
+        check_loading(reader)
     return str(caught.value)
 
 
@@ -190,19 +183,9 @@ def test_model_without_a_linear_layer_is_refused(tmp_path):
     GPT2LMHeadModel(GPT2Config(vocab_size=31, n_embd=8, n_layer=1, n_head=2)).save_pretrained(
         tmp_path
     )
-    model = build_on_meta(tmp_path, dtype=torch.bfloat16)
+    model = Checkpoint(tmp_path).build(torch.bfloat16)
     with pytest.raises(UserError, match="GPT2LMHeadModel has no linear layer besides its head"):
         check_model(model, quantizable_linears(model))
-
-
-@pytest.mark.parametrize("text", [None, "{"], ids=["absent", "broken"])
-def test_unreadable_config_is_refused(tmp_path, text):
-    if text is not None:
-        (tmp_path / "config.json").write_text(text)
-    with pytest.raises(
-        UserError, match=r"config.json cannot be read as JSON \(.*Check model.source"
-    ):
-        read_model_config(tmp_path)
 
 
 def in_nf4(source, folder, *, dtype, **settings):
@@ -242,19 +225,21 @@ def test_bytes_of_a_published_base_are_those_of_the_run(published, tmp_path):
     assert record["method_reason"] == "model.source is in NF4 already: its bytes are taken"
     options = {"device": torch.device("cpu"), "compute_dtype": torch.float32}
     ids = torch.tensor([[3, 1, 4, 1, 5]])
-    ours, theirs = (load_base(x, attention="sdpa", **options) for x in (base, published))
+    ours, theirs = (
+        load_base(Checkpoint(x), attention="sdpa", **options) for x in (base, published)
+    )
     assert torch.equal(ours(ids).logits, theirs(ids).logits)
 
 
 def test_published_base_is_read_as_the_weights_that_it_decodes_to(published):
-    shape = describe_folder(published)
+    shape = describe_checkpoint(Checkpoint.open(published))
     assert (shape.source_dtype, shape.left_tensors) == ("BF16", 0)
     stock = AutoModelForCausalLM.from_pretrained(published, dtype=torch.float32)
     name = "model.layers.1.mlp.down_proj"
     weight = stock.get_submodule(name).weight
     weight.quant_state.dtype = torch.float32  # early versions round to the stored dtype on the way
     expected = decoded(weight.data, weight.quant_state).to(torch.bfloat16)
-    with ConvertedReader(published, build_on_meta(published, dtype=torch.bfloat16)) as reader:
+    with Checkpoint(published).weights() as reader:
         assert reader.dtype(f"{name}.weight") == "BF16"
         assert torch.equal(reader.tensor(f"{name}.weight"), expected)
         assert torch.equal(reader.rows(f"{name}.weight", 7, 11), expected[7:11])
@@ -291,7 +276,7 @@ def test_other_types_of_bitsandbytes_are_refused(original, tmp_path, kind):
         settings = {"bnb_4bit_quant_type": "fp4"}
     model = in_nf4(original, tmp_path / "model", dtype=torch.bfloat16, **settings)
     with pytest.raises(UserError, match=f"bitsandbytes has quantized to {kind}, and only nf4"):
-        describe_folder(model)
+        describe_checkpoint(Checkpoint.open(model))
 
 
 def test_mixture_in_nf4_is_refused(tmp_path):

@@ -8,10 +8,10 @@ from transformers import AutoModelForCausalLM
 from tests.support.mixtures import MIXTURES, tiny_mixture
 from tests.support.models import quantized
 from tests.support.refusals import refusal
-from workflow.lib.checkpoints.converted_reader import ConvertedReader
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.expert_stacks import expert_stacks
+from workflow.lib.checkpoints.meta_model import build_config_on_meta
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
-from workflow.lib.model.nf4_model import build_config_on_meta, build_on_meta
 from workflow.lib.quantization import nf4_codes
 from workflow.lib.quantization.nf4_checkpoint import check_model, quantizable_linears
 from workflow.lib.quantization.nf4_codes import check_blocks, quantize_stack
@@ -76,7 +76,6 @@ def test_biases_routers_and_norms_are_copied_bit_for_bit(tmp_path, family):
 def test_no_more_than_one_expert_is_read_and_quantized_at_a_time(tmp_path, monkeypatch):
     """All of a stack in 16 bits never lie in memory, neither of the files nor on the device."""
     source = tiny_mixture("qwen3_moe", tmp_path / "model")
-    model = build_on_meta(source, dtype=torch.float32)
     at_work = 0
 
     def quantize(weight, **settings):
@@ -93,7 +92,7 @@ def test_no_more_than_one_expert_is_read_and_quantized_at_a_time(tmp_path, monke
             at_work -= 1
 
     monkeypatch.setattr(nf4_codes, "quantize_4bit", quantize)
-    with ConvertedReader(source, model) as reader:
+    with Checkpoint(source).weights() as reader:
         experts = reader.experts("model.layers.0.mlp.experts.gate_up_proj")
         parts = quantize_stack(counted(experts), QuantizeConfig(), device=CPU, transposed=False)
     assert parts["weight"].shape == (11 * 96 * 64 // 2, 1)
@@ -113,7 +112,7 @@ def test_experts_in_a_module_of_another_kind_are_refused():
 
 
 def test_expert_that_would_begin_within_a_block_is_refused(tmp_path):
-    stacks = expert_stacks(build_on_meta(tiny_mixture("mixtral", tmp_path), dtype=torch.float32))
+    stacks = expert_stacks(Checkpoint(tiny_mixture("mixtral", tmp_path)).build(torch.float32))
     check_blocks(stacks, QuantizeConfig(block_size=512))
     odd = {path: type(s)((3, 5, 64), False) for path, s in stacks.items()}
     assert refusal(check_blocks, odd, QuantizeConfig(block_size=128)) == (

@@ -8,9 +8,9 @@ import torch
 from transformers import AutoConfig
 
 from tests.support.preflight_examples import llama_config, setup
+from workflow.lib.checkpoints.meta_model import build_config_on_meta
 from workflow.lib.model.architecture.layer_choice import LayerChoice
 from workflow.lib.model.describe_model import describe_config
-from workflow.lib.model.nf4_model import build_config_on_meta
 from workflow.lib.planning.memory.replay import replay
 from workflow.lib.recording.some_layers import layer_kinds
 

@@ -16,6 +16,7 @@ from tests.support.families import tiny_family
 from tests.support.mixtures import tiny_mixture
 from tests.support.models import VOCAB, adapted, random_store, tiny_llama
 from tests.support.rounding import allowed, lost
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.export.stock_models import load_base
 from workflow.lib.scores.scoring import Scorer, WholeModel, rows_of, scores_of
@@ -40,13 +41,13 @@ def store() -> TokenStore:
 
 @contextmanager
 def whole(folder: Path) -> Iterator[Scorer]:
-    model = load_base(folder, device=CPU, compute_dtype=torch.float32, attention="sdpa")
+    model = load_base(Checkpoint(folder), device=CPU, compute_dtype=torch.float32, attention="sdpa")
     yield WholeModel(model, device=CPU, top_k=K, vocabulary=VOCAB)
 
 
 @contextmanager
 def streamed(folder: Path) -> Iterator[Scorer]:
-    with StreamedModel(folder, device=CPU, dtype=torch.float32).stream() as stream:
+    with StreamedModel(Checkpoint(folder), device=CPU, dtype=torch.float32).stream() as stream:
         yield StreamedScorer(stream, device=CPU, top_k=K, vocabulary=VOCAB)
 
 

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.families import tiny_family
 from tests.support.mixtures import tiny_mixture
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.scores.streamed_model import StreamedModel
 
 
@@ -16,7 +17,7 @@ def test_streamed_model_has_the_loss_of_the_whole(tmp_path, family):
     folder = (tiny_family if family == "gemma3" else tiny_mixture)(family, tmp_path)
     ids = np.random.default_rng(0).integers(1, 40, size=31, dtype=np.uint32)
     mask = np.arange(31) % 3 > 0
-    streamed = StreamedModel(folder, device=torch.device("cpu"), dtype=torch.float32)
+    streamed = StreamedModel(Checkpoint(folder), device=torch.device("cpu"), dtype=torch.float32)
     ((loss, count, _),) = streamed.losses([(ids, mask)])
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
     row = torch.from_numpy(ids.astype(np.int64))

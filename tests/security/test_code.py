@@ -14,11 +14,11 @@ import torch
 
 from tests.support.models import tiny_llama
 from tests.support.tiny import tiny_tokenizer
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.loaded_files import loaded_tensors
 from workflow.lib.checkpoints.safetensors_reader import shard_of_tensor
 from workflow.lib.data.encoding.tokenizer import load_tokenizer
-from workflow.lib.model.describe_model import describe_folder
-from workflow.lib.model.nf4_model import build_on_meta
+from workflow.lib.model.describe_model import describe_checkpoint
 from workflow.lib.system.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -138,9 +138,9 @@ def test_model_with_code_of_its_own_is_refused_and_its_code_not_run(tmp_path):
     target = tmp_path / "here"
     folder = custom_model(tmp_path / "model", target)
     with pytest.raises(UserError, match=r"code of the model's own repository.*never run"):
-        describe_folder(folder)
+        describe_checkpoint(Checkpoint.open(folder))
     with pytest.raises(UserError, match=r"code of its own repository, which is never run"):
-        build_on_meta(folder, dtype=torch.float32)
+        Checkpoint(folder).build(torch.float32)
     assert not target.exists()
 
 

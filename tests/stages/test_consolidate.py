@@ -14,6 +14,7 @@ from tests.support.finished import CONFIG, write_manifest
 from tests.support.forked_stage import forked_stage, refusal_of
 from tests.support.models import write_shards
 from tests.system.test_checksums import flip, flip_tensor, recorded_as_download
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.data.encoding.probe_conversations import PROBE
 from workflow.lib.export.adapter_files import read_sharded_adapter
@@ -133,7 +134,10 @@ def test_merged_model_is_its_base_with_the_adapter(run, tmp_path, onto):
     exported = load_file(out / "adapter" / "adapter_model.safetensors")
     assert all(torch.equal(exported[name], trained[name]) for name in trained)
     original = load_base(
-        run / "model", device=torch.device("cpu"), compute_dtype=torch.float32, attention="eager"
+        Checkpoint(run / "model"),
+        device=torch.device("cpu"),
+        compute_dtype=torch.float32,
+        attention="eager",
     )
     path, scale = "model.layers.1.mlp.down_proj", 7.5 / 3**0.5
     before = original.get_submodule(path).weight.clone()

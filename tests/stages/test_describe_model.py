@@ -5,8 +5,9 @@ from safetensors.torch import load_file, save_file
 from tests.support.forked_stage import forked_stage, refusal_of
 from tests.support.mixtures import tiny_mixture
 from tests.support.preflight_examples import TINY, write_checkpoint
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.model.architecture.model_shape import read_shape
-from workflow.lib.model.describe_model import describe_folder
+from workflow.lib.model.describe_model import describe_checkpoint
 from workflow.lib.system.files import file_sha256
 
 
@@ -20,7 +21,7 @@ def test_description_is_that_of_the_folder_and_says_of_which_config_it_is(tmp_pa
     done = describe(write_checkpoint(tmp_path), demo={"data": {"seq_len": 128}})
     assert done.returncode == 0, done.stderr
     shape = read_shape(tmp_path / "made" / "description.json")
-    assert shape == describe_folder(tmp_path)
+    assert shape == describe_checkpoint(Checkpoint.open(tmp_path))
     assert shape.config_sha256 == file_sha256(tmp_path / "config.json")
     assert "llama: 25,890 parameters, 3 decoder layers (3 x full attention)" in done.stderr
 

@@ -13,6 +13,7 @@ from tests.support.tiny_export import exported_run, random_documents, tiny_token
 from tests.system.test_checksums import flip, flip_tensor
 from workflow.lib.artifacts.evaluation_record import ITEMS, Evaluation, Items
 from workflow.lib.artifacts.read_records import read_record
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.export.stock_models import load_base
 from workflow.lib.report.verdict import read_measured
@@ -129,7 +130,9 @@ def test_two_processes_that_share_the_weights_give_the_same_numbers(
 def test_base_that_teaches_itself_has_no_loss_by_its_teacher(folder, tmp_path):
     tokens, top_k = TokenStore.open(folder / "tokens"), 5
     device = torch.device("cpu")
-    model = load_base(folder / "base", device=device, compute_dtype=torch.float32, attention="sdpa")
+    model = load_base(
+        Checkpoint(folder / "base"), device=device, compute_dtype=torch.float32, attention="sdpa"
+    )
     scorer = WholeModel(model, device=device, top_k=top_k, vocabulary=VOCAB_SIZE)
     writer = ScoreWriter(tmp_path / "scores", FACTS | {"top_k": top_k}, tokens, shard_tokens=100)
     for part in writer.prepare():

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from tests.support.finished import CONFIG, STEPS, arguments
 from tests.system.test_checksums import flip
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.distributed.sharded_files import read_whole
 from workflow.lib.export.adapter_files import read_sharded_adapter
 from workflow.lib.export.stock_models import load_adapter, load_base
@@ -45,7 +46,9 @@ def test_stock_peft_loads_the_values_of_the_checkpoint(run, tmp_path, step):
     found = exported(run, tmp_path / "step", step=step)
     saved = read_whole(arguments(run).checkpoints / f"step-{step:08d}")
     device = torch.device("cpu")
-    base = load_base(run / "base", device=device, compute_dtype=torch.float32, attention="eager")
+    base = load_base(
+        Checkpoint(run / "base"), device=device, compute_dtype=torch.float32, attention="eager"
+    )
     model = load_adapter(base, tmp_path / "step")
     loaded = {n.replace(".default.", "."): p for n, p in model.named_parameters() if ".lora_" in n}
     assert loaded.keys() == found.keys() == {n[8:] for n in saved if n.startswith("adapter/")}

@@ -11,6 +11,7 @@ from tests.support.finished import CONFIG, PLAN, SEQ_LEN, arguments, finetune, f
 from tests.support.models import VOCAB
 from tests.support.scores import FACTS
 from tests.system.test_checksums import flip, flip_tensor
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.sharded_files import read_whole
 from workflow.lib.export.adapter_files import read_sharded_adapter, save_adapter
@@ -78,7 +79,9 @@ def test_student_that_is_its_own_teacher_begins_without_loss(prepared):
     """Its scores are of stock packages, by document, and rows are in another order."""
     tokens, top_k = TokenStore.open(prepared / "tokens"), 5
     device, dtype = torch.device("cpu"), torch.float32
-    model = load_base(prepared / "base", device=device, compute_dtype=dtype, attention="sdpa")
+    model = load_base(
+        Checkpoint(prepared / "base"), device=device, compute_dtype=dtype, attention="sdpa"
+    )
     scorer = WholeModel(model, device=device, top_k=top_k, vocabulary=VOCAB)
     facts = FACTS | {"model": "start", "top_k": top_k}
     writer = ScoreWriter(prepared / "scores", facts, tokens, shard_tokens=3 * SEQ_LEN)

@@ -16,6 +16,7 @@ from tests.support.built_models import built_model
 from tests.support.models import VOCAB, quantized, random_store, tiny_llama
 from tests.support.plans import make_plan
 from tests.support.stock_training import save_run, trained
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.distributed.world import World
 from workflow.lib.export.adapter_files import read_sharded_adapter, save_adapter
 from workflow.lib.model.architecture import vocabulary_slices
@@ -154,7 +155,7 @@ def train_kinds(
 
 def train_one(folder: Path, kind: str, target: Path, world: World) -> dict[str, Any]:
     model, store = build(folder, kind, world), random_store(rows=ROWS, seq_len=SEQ_LEN)
-    checks = startup_checks(model, store, base_of(folder, kind), world)
+    checks = startup_checks(model, store, Checkpoint(base_of(folder, kind)), world)
     size = BATCH // world.size // 2
     found = trained(model, TRAIN, store, world, micro_batch_size=size)
     save_run(model, target, store, world)

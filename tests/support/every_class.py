@@ -22,11 +22,12 @@ from tests.support.family_runs import (
     stock_model,
 )
 from tests.support.models import quantized
+from workflow.lib.checkpoints.checkpoint import Checkpoint
+from workflow.lib.checkpoints.meta_model import TABLES
 from workflow.lib.distributed.world import process_group
 from workflow.lib.export.narrow_model import narrow_, shorten_
 from workflow.lib.export.trial import try_exports
-from workflow.lib.model.describe_model import describe_folder
-from workflow.lib.model.nf4_model import TABLES
+from workflow.lib.model.describe_model import describe_checkpoint
 from workflow.lib.system.errors import UserError
 
 MOST_S = 300
@@ -59,8 +60,8 @@ def outcome(family: str, folder: Path) -> str:
     except Exception as error:
         return f"{NOT_MADE}{type(error).__name__}: {' '.join(str(error).split())[:150]}"
     try:
-        shape = describe_folder(folder / "original")
-        try_exports(folder / "original", shape)
+        shape = describe_checkpoint(Checkpoint.open(folder / "original"))
+        try_exports(Checkpoint(folder / "original"), shape)
         quantized(folder / "original", folder / "nf4")
         with process_group("cpu", timeout_s=MOST_S) as world:
             ours = run_family(folder, world, "run", fused=True, break_checks=False, number=0)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
-from workflow.lib.model.nf4_model import auto_class
+from workflow.lib.checkpoints.meta_model import auto_class
 
 VOCAB = 97
 WINDOW = 5  # of sliding attention, shorter than documents

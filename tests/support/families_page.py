@@ -15,12 +15,10 @@ from workflow.benchmark.cases import BenchmarkConfig, model_config
 from workflow.lib.checkpoints.decoder_layers import decoder_layers, drop_other_parts_
 from workflow.lib.checkpoints.expert_stacks import experts_modules
 from workflow.lib.checkpoints.files.attention_needs import attention_needs
-from workflow.lib.kernels.attention.attention_choice import (
-    automatic_attention,
-)
+from workflow.lib.checkpoints.meta_model import auto_class
+from workflow.lib.kernels.attention.attention_choice import automatic_attention
 from workflow.lib.model.fusion.fuse_layers import fuse_layers_
 from workflow.lib.model.layers.adapter_dropout import AdapterState
-from workflow.lib.model.nf4_model import auto_class
 from workflow.lib.model.prepared_decoder import separate_documents_
 
 PAGE = DOCS / "families.md"

@@ -8,7 +8,6 @@ and each document by itself."""
 import traceback
 from collections.abc import Iterable, Sequence
 from functools import cache
-from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from peft import PeftModel
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig
 
 from tests.support.built_models import built_model
 from tests.support.families import FAMILIES, VOCAB, tiny_family
@@ -27,43 +26,30 @@ from tests.support.plans import make_plan
 from tests.support.rounding import allowed, lost
 from tests.support.stock_training import save_run
 from tests.support.token_arrays import token_arrays
-from workflow.lib.checkpoints.converted_reader import ConvertedReader
-from workflow.lib.checkpoints.decoder_layers import other_parts
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.expert_stacks import expert_stacks
 from workflow.lib.checkpoints.files.stack_names import StackNames
+from workflow.lib.checkpoints.meta_model import auto_class
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.world import World
 from workflow.lib.export.adapter_files import (
-    merged_tensors,
+    merged_model,
     read_sharded_adapter,
     save_adapter,
     write_merged,
 )
 from workflow.lib.export.packed_stacks import (
+    adapted_paths,
     dequantized_weight,
     exported_config,
-    exported_names,
-    merged_stacks,
-    without_stacks,
 )
 from workflow.lib.model import prepared_decoder
-from workflow.lib.model.backends import (
-    read_attention_needs,
-    resolve_attention,
-    resolve_training_attention,
-)
+from workflow.lib.model.backends import resolve_attention, resolve_training_attention
 from workflow.lib.model.documents import Documents, documents_of
 from workflow.lib.model.layers.lora_linear import VALUES, FusedLoraLinear
 from workflow.lib.model.lora import trainable_parameters
-from workflow.lib.model.nf4_model import (
-    auto_class,
-    build_on_meta,
-    local,
-    local_range,
-    read_specs,
-    say_quantized_,
-)
+from workflow.lib.model.nf4_model import local, local_range, read_specs, say_quantized_
 from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.settings.config import ExportConfig, LoraSettings, RunConfig, TrainConfig
 from workflow.lib.system.errors import UserError
@@ -101,12 +87,12 @@ def family_store(rows: str) -> TokenStore:
 
 def attention_of(folder: Path) -> str:
     """Return what `model.attention: auto` means in training the model in `folder` on a CPU."""
-    needs = read_attention_needs(folder)
+    needs = Checkpoint(folder).attention_needs
     return resolve_training_attention("auto", CPU, needs, compute_dtype=torch.float32).name
 
 
 def stock_attention(folder: Path) -> str:
-    return resolve_attention("auto", CPU, read_attention_needs(folder))
+    return resolve_attention("auto", CPU, Checkpoint(folder).attention_needs)
 
 
 def make_bases(folder: Path, families: Iterable[str]) -> Path:
@@ -163,7 +149,7 @@ def run_family(
     model = built_model(base, config, plan, world, attention=attention_of(base))
     randomize_(model.training)
     packed = family_store("packed")
-    checks = startup_checks(model, packed, base, world)
+    checks = startup_checks(model, packed, Checkpoint(base), world)
     broken = said_of_broken(model.training, world) if break_checks else {}
     found = {
         rows: _gradients(model.training, family_store(rows), world, micro_batch=size)
@@ -263,9 +249,8 @@ def _gradients(
 
 
 @cache
-def original_on_meta(folder: Path) -> PreTrainedModel:
-    """Return a family's original model without values; never change it."""
-    return build_on_meta(folder / "original", dtype=torch.bfloat16)
+def original_of(folder: Path) -> Checkpoint:
+    return Checkpoint(folder / "original")
 
 
 @cache
@@ -277,15 +262,15 @@ def trained_adapter(run: Path) -> dict[str, torch.Tensor]:
 @cache
 def names_of(run: Path) -> StackNames:
     """Return PEFT's names of the adapter in a run's folder."""
-    return exported_names(original_on_meta(run.parent), trained_adapter(run))
+    return original_of(run.parent).names.peft(adapted_paths(trained_adapter(run)))
 
 
 @cache
 def exported(run: Path) -> Path:
     """Write the adapter of a run's folder as PEFT does; return its folder."""
     adapter, names = trained_adapter(run), names_of(run)
-    original = original_on_meta(run.parent)
-    config = exported_config(read_json(run / "adapter_config.json"), original, adapter)
+    original = original_of(run.parent)
+    config = exported_config(read_json(run / "adapter_config.json"), original.names, adapter)
     tensors = {names.exported(name): tensor for name, tensor in adapter.items()}
     save_adapter(tensors, config, run / "exported")
     return run / "exported"
@@ -296,22 +281,9 @@ def merge(folder: Path, run: Path, target: Path, *, onto: str) -> None:
     """Write the merged model of a run, of linears and stacks of experts, to `target`; folder: has
     the `original` and its quantized `nf4`."""
     trained, config = trained_adapter(run), read_json(run / "adapter_config.json")
-    model = original_on_meta(folder)
-    stacks = expert_stacks(model)
-    others = other_parts(model)
-    with (
-        ConvertedReader(folder / "original", model) as original,
-        CheckpointReader(folder / "nf4") as nf4,
-    ):
-        linears = merged_tensors(
-            without_stacks(trained, stacks), config,
-            original=original, nf4=nf4, onto=onto, others=others,
-        )  # fmt: skip
-        experts = merged_stacks(
-            trained, config, original=original, nf4=nf4, onto=onto, stacks=stacks
-        )
-        tensors = chain(linears, experts, original.untrained(others))
-        write_merged(tensors, folder / "original", target, settings=ExportConfig())
+    original, base = original_of(folder), Checkpoint(folder / "nf4")
+    tensors = merged_model(trained, config, original=original, base=base, onto=onto)
+    write_merged(tensors, original, target, settings=ExportConfig())
 
 
 def stock_model(folder: Path, adapter: Path) -> PeftModel:

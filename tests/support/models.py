@@ -13,8 +13,7 @@ from safetensors.torch import save_file
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tests.support.token_arrays import token_arrays
-from workflow.lib.checkpoints.converted_reader import ConvertedReader
-from workflow.lib.checkpoints.expert_stacks import expert_stacks
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.loading import check_loading
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.data.tokens.token_store import TokenStore
@@ -22,26 +21,10 @@ from workflow.lib.distributed.sharded_files import piece_of, write_sharded
 from workflow.lib.model.fusion.fuse_layers import fuse_layers_
 from workflow.lib.model.layers.nf4_linear import NF4Linear
 from workflow.lib.model.lora import init_adapters_, inject_adapters
-from workflow.lib.model.nf4_model import (
-    build_nf4_on_meta,
-    build_on_meta,
-    load_weights_,
-    materialize_,
-    read_specs,
-)
+from workflow.lib.model.nf4_model import build_nf4_on_meta, load_weights_, materialize_, read_specs
 from workflow.lib.model.training_module import CausalLMForTraining
-from workflow.lib.quantization.nf4_checkpoint import (
-    ShardWriter,
-    check_model,
-    modules_in_16_bits,
-    nf4_config,
-    quantizable_linears,
-    quantize_tensor,
-    quantized_tensors,
-    read_model_config,
-)
+from workflow.lib.quantization.nf4_checkpoint import quantize_tensor, write_plain_base
 from workflow.lib.settings.config import LoraSettings, QuantizeConfig
-from workflow.lib.system.files import write_json
 
 VOCAB = 211
 
@@ -94,22 +77,10 @@ def tiny_gemma2(folder: Path, **changes: Any) -> Path:
 
 def quantized(source: Path, target: Path, **settings: Any) -> Path:
     """Quantize a model folder to NF4 by the stage's own functions; return `target`."""
-    config = QuantizeConfig(**settings)
-    target.mkdir(parents=True)
-    writer = ShardWriter(target, shard_bytes=2**16)
-    model = build_on_meta(source, dtype=torch.float32)
-    linears = quantizable_linears(model)
-    check_model(model, linears)
-    with ConvertedReader(source, model) as reader:
-        check_loading(model, reader)
-        for _, parts in quantized_tensors(
-            reader, linears, config, device=torch.device("cpu"), stacks=expert_stacks(model)
-        ):
-            writer.add(parts)
-    writer.close()
-    kept = modules_in_16_bits(model)
-    original = read_model_config(source)
-    write_json(target / "config.json", nf4_config(original, config, in_16_bits=kept))
+    checkpoint = Checkpoint(source)
+    with checkpoint.weights() as reader:
+        check_loading(reader)
+    write_plain_base(checkpoint, target, QuantizeConfig(**settings), shard_bytes=2**16)
     return target
 
 
@@ -135,14 +106,14 @@ def adapted(
 ) -> CausalLMForTraining:
     """Build the training module of an NF4 folder on one process, without sharding, as `setup`
     does."""
-    model = build_nf4_on_meta(base, compute_dtype=dtype, attention=attention)
+    model = build_nf4_on_meta(Checkpoint(base), compute_dtype=dtype, attention=attention)
     peft_model = inject_adapters(model, LoraSettings(**lora))
     if fused_layers:
         fuse_layers_(model)
     training = CausalLMForTraining(peft_model)
     materialize_(training, transformers_model=model, device=torch.device(device))
-    load_weights_(model, base)
-    init_adapters_(training, seed=0, base=base)
+    load_weights_(model, Checkpoint(base).stored())
+    init_adapters_(training, seed=0, base=Checkpoint(base).stored())
     return training
 
 
@@ -188,7 +159,7 @@ def nf4_linear(
         (spec,) = read_specs(reader).values()
     linear = NF4Linear(spec, bias=bias is not None, compute_dtype=torch.float32)
     model = torch.nn.ModuleDict({"linear": linear}).to_empty(device="cpu")
-    load_weights_(model, folder)
+    load_weights_(model, Checkpoint(folder).stored())
     return linear
 
 

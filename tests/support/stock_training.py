@@ -13,6 +13,7 @@ from tests.support.built_models import built_model
 from tests.support.gathering import all_full, full
 from tests.support.models import random_store
 from tests.support.plans import make_plan
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.world import World
 from workflow.lib.export.parity import save_logits, trained_logits
@@ -69,7 +70,7 @@ def ours(
     torch.set_num_threads(1)
     store = random_store(rows=ROWS, seq_len=SEQ_LEN)
     model = built_model(base, config, plan, world, dtype=dtype, attention=attention)
-    startup_checks(model, store, base, world)
+    startup_checks(model, store, Checkpoint(base), world)
     return trained(model, config.train, store, world, micro_batch_size=plan.micro_batch_size)
 
 
@@ -140,7 +141,7 @@ def stock_peft(
     attention: str = "sdpa",
 ) -> tuple[Any, dict[str, torch.nn.Parameter]]:
     place = torch.device(device, 0) if device == "cuda" else torch.device(device)
-    model = load_base(base, device=place, compute_dtype=dtype, attention=attention)
+    model = load_base(Checkpoint(base), device=place, compute_dtype=dtype, attention=attention)
     targets = lora.target_modules
     options = {
         "lora_alpha": lora.alpha,

@@ -15,6 +15,7 @@ from tests.support.distributed import run_distributed, run_in_group
 from tests.support.finished import CONFIG, PLAN, arguments, finetune, prepare
 from tests.support.models import adapted, heldout_from, random_store, tiny_llama
 from tests.support.token_arrays import token_arrays
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.evaluation.heldout_loss import heldout_losses
 from workflow.lib.export.adapter_files import read_sharded_adapter
@@ -256,7 +257,7 @@ def test_loss_is_that_of_the_evaluation(base):
     """Three processes have more turns than documents: some run without one. Dropout is off."""
     results = run_in_group(measure, base, world_size=3)
     model = load_base(
-        base, device=torch.device("cpu"), compute_dtype=torch.float32, attention="sdpa"
+        Checkpoint(base), device=torch.device("cpu"), compute_dtype=torch.float32, attention="sdpa"
     )
     store = two_sources()
     documents = [store.heldout_documents()[n] for n in range(3)]

@@ -12,6 +12,7 @@ from tests.support.distributed import run_in_group
 from tests.support.models import adapted, base_fixture, quantized, random_store, tiny_llama
 from tests.support.plans import make_plan
 from tests.support.refusals import refusal
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.decoder_layers import decoder_layers
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.loss.chunked_loss import OutputHead
@@ -36,13 +37,15 @@ def checks(world, base):
         model=ModelConfig(attention_dropout="family"), lora=LoraSettings(r=2, dropout=0.5)
     )
     model = built_model(base, config, make_plan(), world)
-    found["passed"] = startup_checks(model, random_store(rows=3, seq_len=11), base, world)
+    found["passed"] = startup_checks(
+        model, random_store(rows=3, seq_len=11), Checkpoint(base), world
+    )
     found["gradients"] = [
         p.grad for p in trainable_parameters(model.training).values() if p.grad is not None
     ]
     cases = {
         "empty row": lambda: startup_checks(
-            model, empty_row(random_store(rows=3, seq_len=11)), base, world
+            model, empty_row(random_store(rows=3, seq_len=11)), Checkpoint(base), world
         ),
         "drawn anew": lambda: check_recomputation(
             drawing_anew(model), random_store(rows=3, seq_len=11), world

@@ -21,7 +21,7 @@ from tests.support.family_runs import (
     make_bases,
     merge,
     names_of,
-    original_on_meta,
+    original_of,
     rows_as_documents,
     run_families,
     stock_attention,
@@ -30,11 +30,12 @@ from tests.support.family_runs import (
 )
 from tests.support.models import adapted
 from tests.support.rounding import allowed, assert_rounded, lost
+from workflow.lib.checkpoints.checkpoint import Checkpoint
+from workflow.lib.checkpoints.meta_model import auto_class
 from workflow.lib.export.parity import compare_logits
 from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, load_adapter, load_base
 from workflow.lib.model import prepared_decoder
-from workflow.lib.model.describe_model import describe_folder
-from workflow.lib.model.nf4_model import auto_class
+from workflow.lib.model.describe_model import describe_checkpoint
 from workflow.lib.system.errors import UserError
 from workflow.lib.training.startup_checks import check_attention
 
@@ -128,7 +129,7 @@ def test_shared_experts_train_the_same(folder, found, processes, fused):
 @every_family
 def test_checkpoint_is_described(folder, family):
     """By the names under which Transformers writes it, as it was published."""
-    shape = describe_folder(folder / family / "original")
+    shape = describe_checkpoint(Checkpoint.open(folder / family / "original"))
     config = FAMILIES[family].config(family).get_text_config()
     assert (shape.family, shape.source_dtype) == (config.model_type, "F32")
     assert shape.num_layers == config.num_hidden_layers
@@ -183,7 +184,9 @@ def test_stock_packages_reload_base_and_adapter_as_they_were_trained(folder, fou
     of_family(found, family, 2)
     run, base = folder / family / "of-2", folder / family / "nf4"
     attention = stock_attention(base)
-    model = load_base(base, device=CPU, compute_dtype=torch.float32, attention=attention)
+    model = load_base(
+        Checkpoint(base), device=CPU, compute_dtype=torch.float32, attention=attention
+    )
     tuned = load_adapter(model, exported(run))
     parity = compare_logits(
         tuned, run / "parity.safetensors",
@@ -201,7 +204,7 @@ def test_stock_transformers_reloads_the_merged_model(folder, found, family, tmp_
     of_family(found, family, 2)
     place = folder / family
     merge(place, place / "of-2", tmp_path / "merged", onto="dequantized")
-    model = original_on_meta(place)
+    model = original_of(place).model
     merged, report = auto_class(model.config).from_pretrained(
         tmp_path / "merged", dtype=torch.bfloat16, output_loading_info=True
     )

@@ -27,6 +27,7 @@ from tests.support.family_runs import (
 )
 from tests.support.models import quantized
 from tests.support.plans import make_plan
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.settings.config import LoraSettings, ModelConfig, RunConfig, TrainConfig
 from workflow.lib.system.errors import UserError
 from workflow.lib.training.startup_checks import startup_checks
@@ -134,7 +135,7 @@ def _steps(base, world):
     )
     model = built_model(base, config, make_plan(), world, attention=attention_of(base))
     randomize_(model.training)
-    checks = startup_checks(model, family_store("packed"), base, world)
+    checks = startup_checks(model, family_store("packed"), Checkpoint(base), world)
     return "" if all(check.passed for check in checks) else str(checks)
 
 

@@ -18,6 +18,7 @@ from tests.support.models import quantized, random_store, tiny_llama
 from tests.support.plans import make_plan
 from tests.support.refusals import refusal
 from tests.support.stock_training import stock_loss
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.files.adapter_config import adapter_settings, read_adapter_config
 from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, load_base
 from workflow.lib.model.lora import trainable_parameters
@@ -79,7 +80,7 @@ KINDS = {
 
 def stock_base(folder, kind):
     base = folder / kind.model
-    return load_base(base, device=CPU, compute_dtype=torch.float32, attention="sdpa")
+    return load_base(Checkpoint(base), device=CPU, compute_dtype=torch.float32, attention="sdpa")
 
 
 @torch.no_grad()
@@ -144,7 +145,9 @@ def first_steps(world, folder):
     for name in KINDS:
         kind = KINDS[name].model
         model = build(folder, name, folder / name, world)
-        startup_checks(model, random_store(rows=ROWS, seq_len=SEQ_LEN), folder / kind, world)
+        startup_checks(
+            model, random_store(rows=ROWS, seq_len=SEQ_LEN), Checkpoint(folder / kind), world
+        )
         values = all_full(trainable_parameters(model.training))
         trainer = Trainer.over(
             model.training,

@@ -20,6 +20,7 @@ import torch
 from workflow.benchmark.random_base import random_rows
 from workflow.benchmark.random_pairs import pair_rows, random_pairs
 from workflow.benchmark.record import Measurement, Observed
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.fsdp import forward_only
 from workflow.lib.distributed.heartbeat import Pulse
@@ -135,7 +136,7 @@ def _train(job: Job, config: RunConfig, world: World, observed: Observed, pulse:
     if job.pairs is not None:
         store = store.with_scores(_ScoresOfStart.of(model.training, store, world))
     if job.check_bytes:
-        observed.checks = startup_checks(model, store, Path(job.base), world)
+        observed.checks = startup_checks(model, store, Checkpoint(Path(job.base)), world)
     trainer = Trainer.over(
         model.training,
         make_optimizer(model.training, config.train),
@@ -191,7 +192,7 @@ class _ScoresOfStart:
 
 def _load(job: Job, config: RunConfig, world: World, observed: Observed) -> TrainingModel:
     """Return the model; note its attention, the seconds of loading and the bytes. Collective."""
-    base = Path(job.base)
+    base = Checkpoint(Path(job.base))
     plan = plan_of_device(job.plan, base, config, world)
     observed.attention = plan.attention
     began = time.monotonic()

@@ -34,11 +34,12 @@ def main(args: argparse.Namespace) -> None:
     with importing():
         from transformers import TextStreamer
 
+        from workflow.lib.checkpoints.checkpoint import Checkpoint
         from workflow.lib.evaluation.conversation import open_conversation
 
     logger.info("loading %s%s", folder, f" with {adapter}" if adapter else "")
     conversation = open_conversation(
-        folder,
+        Checkpoint(folder),
         exported,
         adapter=adapter,
         settings=trained_model(args),

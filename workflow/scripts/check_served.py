@@ -17,6 +17,8 @@ from workflow.lib.artifacts.evaluation_record import Evaluation
 from workflow.lib.artifacts.manifest_record import ConversationFacts, Probe
 from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.records import GgufChecks, Parity, Provenance, ServedCheck
+from workflow.lib.checkpoints.checkpoint import Checkpoint
+from workflow.lib.checkpoints.files.config_file import read_settings
 from workflow.lib.data.encoding.tokenizer import load_tokenizer
 from workflow.lib.data.tokens.token_store import TokenStore, recorded_arrays
 from workflow.lib.distributed.work_sharing import check_recorded
@@ -41,7 +43,6 @@ from workflow.lib.evaluation.served_checks import (
 from workflow.lib.evaluation.vllm_server import VllmServer, VllmStart, rank_slots
 from workflow.lib.export.adapter_files import check_conversations
 from workflow.lib.model.backends import choose_device
-from workflow.lib.quantization.nf4_checkpoint import read_settings
 from workflow.lib.settings.config import EvaluateConfig, ModelConfig
 from workflow.lib.settings.forms import EXPORTS, FORMS, SUBJECTS
 from workflow.lib.system.checksums import check_files, downloaded_files, listed_files
@@ -176,9 +177,10 @@ def probes(tokens: Path) -> list[Probe]:
 
 def loaded(args: argparse.Namespace, served: ServedModel) -> Model:
     """Return the served model, in Transformers."""
+    weights = Checkpoint(served.weights)
     settings = ModelConfig.model_validate(args.config["model"])
-    options = load_options(served.weights, device=choose_device(), settings=settings)
-    return Loading(options, shards=None).model(served.weights, served.adapter)
+    options = load_options(weights, device=choose_device(), settings=settings)
+    return Loading(options, shards=None).model(weights, served.adapter)
 
 
 def trained_loss(path: Path, asked: Asked) -> float | None:

@@ -7,46 +7,36 @@ the trained model's, or its tokenizer writes conversations differently, nothing 
 
 import argparse
 import logging
-from itertools import chain
 from pathlib import Path
-
-import torch
 
 from workflow.lib.artifacts.manifest_record import ConversationFacts
 from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.records import Parity
 from workflow.lib.artifacts.training_record import Summary
-from workflow.lib.checkpoints.converted_reader import ConvertedReader
-from workflow.lib.checkpoints.decoder_layers import other_parts
-from workflow.lib.checkpoints.expert_stacks import expert_stacks
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.files.stack_names import StackNames
-from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.distributed.work_sharing import check_recorded
 from workflow.lib.export.adapter_files import (
     check_conversations,
-    merged_tensors,
+    merged_model,
     read_sharded_adapter,
     replace_chat_template,
     write_generation_config,
     write_merged,
 )
-from workflow.lib.export.packed_stacks import merged_stacks, without_stacks
 from workflow.lib.export.parity import compare_logits
 from workflow.lib.export.peft_folder import Trained, write_peft_folder
 from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, load_adapter, load_base
 from workflow.lib.model.backends import (
     choose_device,
-    read_attention_needs,
     resolve_attention,
     resolve_dtype,
 )
-from workflow.lib.model.nf4_model import build_on_meta
-from workflow.lib.settings.config import RunConfig
+from workflow.lib.settings.config import ExportConfig, RunConfig
 from workflow.lib.system.artifact_files import read_artifact
 from workflow.lib.system.checksums import (
     RecordedFile,
     check_files,
-    downloaded_files,
     listed_files,
     without_weights,
 )
@@ -63,7 +53,8 @@ def main(args: argparse.Namespace) -> None:
     summary = read_record(args.finetune / "summary.json", Summary)
     trained = RecordedFile(args.finetune, "parity.safetensors", summary.parity_sha256)
     check_recorded([*listed_files(args.base), trained])
-    check_files(without_weights(downloaded_files(args.model)))
+    original, base = Checkpoint.open(args.model), Checkpoint(args.base)
+    check_files(without_weights(original.recorded))
     adapter = Trained(
         read_sharded_adapter(args.finetune / "adapter"),
         read_artifact(args.finetune / "adapter_config.json"),
@@ -73,31 +64,32 @@ def main(args: argparse.Namespace) -> None:
             adapter,
             folder / "adapter",
             config,
-            model=args.model,
-            base=args.base,
+            model=original,
+            base=base,
             facts=facts,
         )
-        parity = prove(args, config, folder / "adapter", names=names)
+        parity = prove(args, config, base, folder / "adapter", names=names)
         write_checked_json(folder / "parity.json", parity.as_json())
         if config.export.merged:
-            merge(args, config, adapter, folder / "merged", facts=facts)
+            merge(adapter, original, base, folder / "merged", settings=config.export, facts=facts)
 
 
 def prove(
-    args: argparse.Namespace, config: RunConfig, adapter: Path, *, names: StackNames
+    args: argparse.Namespace,
+    config: RunConfig,
+    base: Checkpoint,
+    adapter: Path,
+    *,
+    names: StackNames,
 ) -> Parity:
     """Reload the exported adapter with stock packages; raise `UserError` if it differs."""
     device = choose_device()
     dtype = resolve_dtype(config.model.compute_dtype, device)
-    base = load_base(
-        args.base,
-        device=device,
-        compute_dtype=dtype,
-        attention=resolve_attention(
-            config.model.attention, device, read_attention_needs(args.base), compute_dtype=dtype
-        ),
+    attention = resolve_attention(
+        config.model.attention, device, base.attention_needs, compute_dtype=dtype
     )
-    model = load_adapter(base, adapter)
+    stock = load_base(base, device=device, compute_dtype=dtype, attention=attention)
+    model = load_adapter(stock, adapter)
     parity = compare_logits(
         model,
         args.finetune / "parity.safetensors",
@@ -126,34 +118,22 @@ def prove(
 
 
 def merge(
-    args: argparse.Namespace,
-    config: RunConfig,
     adapter: Trained,
+    original: Checkpoint,
+    base: Checkpoint,
     folder: Path,
     *,
+    settings: ExportConfig,
     facts: ConversationFacts,
 ) -> None:
     """Stream the merged model to `folder`, with the conversations of the training."""
-    model = build_on_meta(args.model, dtype=torch.bfloat16)
-    stacks, onto = expert_stacks(model), config.export.merge_onto
-    recorded = downloaded_files(args.model)
-    others = other_parts(model)
-    with (
-        ConvertedReader(args.model, model, recorded=recorded) as original,
-        CheckpointReader(args.base) as nf4,
-    ):
-        linears = merged_tensors(
-            without_stacks(adapter.tensors, stacks), adapter.config,
-            original=original, nf4=nf4, onto=onto, others=others,
-        )  # fmt: skip
-        experts = merged_stacks(*adapter, original=original, nf4=nf4, onto=onto, stacks=stacks)
-        tensors = chain(linears, experts, original.untrained(others))
-        num_bytes = write_merged(tensors, args.model, folder, settings=config.export)
+    tensors = merged_model(*adapter, original=original, base=base, onto=settings.merge_onto)
+    num_bytes = write_merged(tensors, original, folder, settings=settings)
     replace_chat_template(folder, facts=facts)
-    write_generation_config(args.model, folder, facts=facts)
+    write_generation_config(original.folder, folder, facts=facts)
     check_conversations(folder, facts.probes)
     write_checksums(folder)
-    logger.info("merged onto %s weights: %.3f GiB", config.export.merge_onto, num_bytes / 2**30)
+    logger.info("merged onto %s weights: %.3f GiB", settings.merge_onto, num_bytes / 2**30)
 
 
 if __name__ == "__main__":

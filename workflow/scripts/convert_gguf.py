@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from workflow.lib.artifacts.manifest_record import ConversationFacts, Probe
 from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.records import GgufChecks, GgufFile, Provenance
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.data.encoding.tokenizer import load_tokenizer
 from workflow.lib.data.tokens.token_store import TokenStore, choose_documents
 from workflow.lib.distributed.work_sharing import check_recorded
@@ -41,7 +42,6 @@ from workflow.lib.evaluation.served_checks import (
 )
 from workflow.lib.export.gguf_files import GgufSource, write_adapter, write_models
 from workflow.lib.export.stock_models import load_adapter, load_base
-from workflow.lib.quantization.layer_stream import attention_of
 from workflow.lib.settings.config import ExportConfig
 from workflow.lib.settings.evaluate import GgufForm, GgufFormat
 from workflow.lib.system.checksums import downloaded_files, listed_files
@@ -66,11 +66,12 @@ class Served:
 
     def load(self) -> PreTrainedModel | PeftModel:
         """Return the same in Transformers, in float32 on the CPU."""
+        checkpoint = Checkpoint(self.source.model)
         model = load_base(
-            self.source.model,
+            checkpoint,
             device=torch.device("cpu"),
             compute_dtype=torch.float32,
-            attention=attention_of(self.source.model),
+            attention=checkpoint.attention_needs.stock,
         )
         return model if self.adapter is None else load_adapter(model, self.adapter)
 

@@ -10,14 +10,14 @@ import argparse
 import json
 import logging
 
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.export.trial import try_exports
 from workflow.lib.model.architecture.model_shape import (
     CONFIG,
     DecoderLayer,
     ModelShape,
-    read_config,
 )
-from workflow.lib.model.describe_model import describe_folder
+from workflow.lib.model.describe_model import describe_checkpoint
 from workflow.lib.planning.preflight.checks import CHECKS_HELP, check_models
 from workflow.lib.system.files import write_checked_json
 from workflow.scripts.command import run, stage_parser
@@ -26,9 +26,10 @@ logger = logging.getLogger("workflow")
 
 
 def main(args: argparse.Namespace) -> None:
-    shape = describe_folder(args.model)
-    try_exports(args.model, shape)
-    config = read_config(args.model)
+    checkpoint = Checkpoint.open(args.model)
+    shape = describe_checkpoint(checkpoint)
+    try_exports(checkpoint, shape)
+    config = checkpoint.config
     check_models(args.checks, shape, config)
     write_checked_json(args.output, shape.document() | {CONFIG: config})
     logger.info("%s", facts(shape))

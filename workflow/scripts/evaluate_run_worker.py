@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from workflow.lib.artifacts.evaluation_record import ITEMS, Evaluation, Items, forgetting
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.data.encoding.chat_template import with_arguments
 from workflow.lib.data.encoding.tokenizer import (
     load_tokenizer,
@@ -73,7 +74,7 @@ def work(args: argparse.Namespace, settings: EvaluateConfig, *, sharded: bool) -
         inputs = inputs_of(args, settings, folders)
         sources = check_inputs(args, folders, store, process)
         options = evaluated_models.load_options(
-            args.base,
+            Checkpoint(args.base),
             device=process.device,
             settings=ModelConfig.model_validate(args.config["model"]),
         )

@@ -10,13 +10,13 @@ from pathlib import Path
 from workflow.lib.artifacts.manifest_record import ConversationFacts
 from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.training_record import Summary
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.export.adapter_files import read_sharded_adapter
 from workflow.lib.export.peft_folder import Trained, write_peft_folder
 from workflow.lib.settings.config import RunConfig
 from workflow.lib.system.artifact_files import read_artifact
 from workflow.lib.system.checksums import (
     check_files,
-    downloaded_files,
     listed_files,
     without_weights,
 )
@@ -53,7 +53,8 @@ def write_adapter(args: argparse.Namespace, folder: Path) -> None:
     checkpoint = chosen_checkpoint(
         args.checkpoints, args.step, setting="export.steps", change=GO_BACK
     )
-    check_files(without_weights(downloaded_files(args.model)))
+    original = Checkpoint.open(args.model)
+    check_files(without_weights(original.recorded))
     trained_config = read_artifact(args.adapter_config)
     if trained_config.get("modules_to_save"):  # whose other tensors are the base's
         check_files(listed_files(args.base))
@@ -61,8 +62,8 @@ def write_adapter(args: argparse.Namespace, folder: Path) -> None:
         Trained(read_sharded_adapter(checkpoint, below="adapter/"), trained_config),
         folder,
         config,
-        model=args.model,
-        base=args.base,
+        model=original,
+        base=Checkpoint(args.base),
         facts=read_record(args.manifest, ConversationFacts),
     )
     logger.info("adapter after step %d: %s", args.step, args.output)

@@ -5,9 +5,10 @@ The copy is a model folder like any other: tokens, NF4 base, evaluation and expo
 import argparse
 import logging
 
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.export.extended_model import write_extended
 from workflow.lib.settings.config import ModelConfig
-from workflow.lib.system.checksums import check_files, downloaded_files, without_weights
+from workflow.lib.system.checksums import check_files, without_weights
 from workflow.lib.system.files import new_folder
 from workflow.scripts.command import run, stage_parser
 
@@ -16,9 +17,10 @@ logger = logging.getLogger("workflow")
 
 def main(args: argparse.Namespace) -> None:
     tokens = ModelConfig.model_validate(args.config["model"]).add_tokens
-    check_files(without_weights(downloaded_files(args.model)))
+    source = Checkpoint.open(args.model)
+    check_files(without_weights(source.recorded))
     with new_folder(args.output) as folder:
-        added = write_extended(args.model, folder, tokens)
+        added = write_extended(source, folder, tokens)
     logger.info("added %s as tokens %d to %d", ", ".join(tokens), added.start, added.stop - 1)
 
 

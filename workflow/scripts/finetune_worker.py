@@ -23,6 +23,7 @@ from workflow.lib.artifacts.preflight_record import Preflight
 from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.trained_content import input_digests
 from workflow.lib.artifacts.training_record import Check, Step
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.files.model_files import ADAPTER
 from workflow.lib.data.tokens.token_store import MANIFEST, TokenStore, recorded_arrays
 from workflow.lib.distributed.heartbeat import FIRST_PASS_S, JOIN_S, JOINING, Pulse
@@ -95,19 +96,18 @@ def work(
             store = store.with_scores(scores)
         checks = [check_inputs(recorded, world, moved=pulse.moved)]
         logger.info("%s: %s", checks[0].name, checks[0].detail)
-        plan = plan_of_device(plan, args.base, config, world)
+        base = Checkpoint(args.base)
+        plan = plan_of_device(plan, base, config, world)
         # no linear of the base and no layer is larger than one of its files
         file_bytes = max(path.stat().st_size for path in args.base.glob("*.safetensors"))
         pulse.phase("loading the model", num_bytes=file_bytes)
-        model = build_training_model(
-            args.base, config, plan, world, start=args.start, moved=pulse.moved
-        )
+        model = build_training_model(base, config, plan, world, start=args.start, moved=pulse.moved)
         trainable = model.trainable_by_module().items()
         logger.info("trained parameters: %s", ", ".join(f"{name} {n:,}" for name, n in trainable))
         if model.training.router_balance is not None and plan.accumulation_steps > 1:
             logger.info("%s", accumulated(plan.accumulation_steps))
         pulse.phase("checking the model", num_bytes=file_bytes, least_s=FIRST_PASS_S)
-        checks += startup_checks(model, store, args.base, world, moved=pulse.moved)
+        checks += startup_checks(model, store, base, world, moved=pulse.moved)
         checks += check_precision(model.training, store, config.train, world, moved=pulse.moved)
         inputs = input_digests(
             args.tokens / MANIFEST,

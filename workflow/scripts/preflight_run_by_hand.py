@@ -106,12 +106,14 @@ def described(model: Path) -> ModelShape:
     """Describe the model of a folder, with its weights if there are any, or of a config.json."""
     # Loading torch takes seconds, and most predictions need none.
     with importing():
-        from workflow.lib.model.describe_model import describe_file, describe_folder
+        from workflow.lib.checkpoints.checkpoint import Checkpoint
+        from workflow.lib.model.describe_model import describe_checkpoint, describe_file
 
     if not model.is_dir():
         return describe_file(model)
-    weights = any(model.glob("*.safetensors"))
-    return describe_folder(model) if weights else describe_file(model / "config.json")
+    if any(model.glob("*.safetensors")):
+        return describe_checkpoint(Checkpoint.open(model))
+    return describe_file(model / "config.json")
 
 
 def planned_run(args: argparse.Namespace, shape: ModelShape, record: PlanRecorder) -> PlannedRun:

@@ -14,17 +14,13 @@ from pathlib import Path
 
 import torch
 from tqdm import tqdm
-from transformers import PreTrainedModel
 
 from workflow.lib.artifacts.records import CalibrationFacts, Provenance, Quantization
-from workflow.lib.checkpoints.converted_reader import ConvertedReader
-from workflow.lib.checkpoints.expert_stacks import expert_stacks
-from workflow.lib.checkpoints.files.config_file import read_bounded
-from workflow.lib.checkpoints.files.quantization_settings import said_of_quantization
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.loading import check_loading
+from workflow.lib.checkpoints.meta_model import auto_class
 from workflow.lib.data.tokens.token_store import MANIFEST, TokenStore, recorded_arrays
 from workflow.lib.model.backends import choose_device, resolve_dtype
-from workflow.lib.model.nf4_model import auto_class, build_on_meta
 from workflow.lib.planning.model_sizes import Method, chosen_method
 from workflow.lib.quantization.calibrated_base import CalibrationInputs, write_calibrated
 from workflow.lib.quantization.nf4_checkpoint import (
@@ -38,11 +34,10 @@ from workflow.lib.quantization.nf4_checkpoint import (
     only_here,
     quantizable_linears,
     quantized_tensors,
-    read_model_config,
 )
 from workflow.lib.quantization.nf4_codes import check_blocks
 from workflow.lib.settings.config import QuantizeConfig
-from workflow.lib.system.checksums import check_files, downloaded_files, without_weights
+from workflow.lib.system.checksums import check_files, without_weights
 from workflow.lib.system.files import (
     file_sha256,
     package_versions,
@@ -66,17 +61,15 @@ def main(args: argparse.Namespace) -> None:
     settings = QuantizeConfig.model_validate(args.config["quantize"])
     text = settings.calibration_text
     inputs = Inputs([args.model, *([Path(text)] if text else [])])
-    check_files(without_weights(downloaded_files(args.model)))
-    config = read_model_config(args.model)
-    model = build_on_meta(args.model, dtype=torch.bfloat16)
+    original = Checkpoint.open(args.model)
+    check_files(without_weights(original.recorded))
+    model, stacks = original.model, original.stacks
     linears = quantizable_linears(model)
     check_model(model, linears)
-    with ConvertedReader(args.model, model) as reader:
-        check_loading(model, reader)
-        stacks = expert_stacks(model)
+    with original.weights() as reader:
+        check_loading(reader)
         taken = check_taken(reader, linears, stacks, settings)
-        said = read_bounded(args.model / "config.json")
-        packed = bool(reader.packed or said_of_quantization(said))
+        packed = bool(reader.packed or original.stated_quantization)
     check_blocks(stacks, settings)
     shapes = [*linears.values(), *(stack.shape for stack in stacks.values())]
     method, reason = TAKEN if taken else chosen_method(settings.method, shapes)
@@ -85,15 +78,17 @@ def main(args: argparse.Namespace) -> None:
     device = choose_device()
     partial = args.output.with_name(f".{args.output.name}.partial")
     if method == "calibrated":
-        total_bytes, calibration, hashes = calibrated(args, partial, model, settings, device)
+        total_bytes, calibration, hashes = calibrated(args, partial, original, settings, device)
     else:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         calibration = None
-        total_bytes, hashes = write_weights(args.model, partial, model, settings, device)
+        total_bytes, hashes = write_weights(original, partial, settings, device)
     copy_companions(args.model, partial)
     in_16_bits = modules_in_16_bits(model)
-    write_json(partial / "config.json", nf4_config(config, settings, in_16_bits=in_16_bits))
+    write_json(
+        partial / "config.json", nf4_config(original.plain_config, settings, in_16_bits=in_16_bits)
+    )
     num_weights = sum(math.prod(shape) for shape in shapes)
     facts = {} if calibration is None else {"calibration": calibration}
     record = Quantization(
@@ -129,7 +124,7 @@ def main(args: argparse.Namespace) -> None:
 def calibrated(
     args: argparse.Namespace,
     partial: Path,
-    model: PreTrainedModel,
+    original: Checkpoint,
     settings: QuantizeConfig,
     device: torch.device,
 ) -> tuple[int, CalibrationFacts, dict[str, str]]:
@@ -154,30 +149,23 @@ def calibrated(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         mark.write_text(begun_with)
-    recorded = downloaded_files(args.model)
-    with ConvertedReader(args.model, model, recorded=recorded, finite=True) as reader:
-        linears, dtype = quantizable_linears(model), resolve_dtype("auto", device)
-        inputs = CalibrationInputs(args.model, reader, store, linears, device, dtype)
+    with original.weights(recorded=True, finite=True) as reader:
+        linears, dtype = quantizable_linears(original.model), resolve_dtype("auto", device)
+        inputs = CalibrationInputs(original, reader, store, linears, device, dtype)
         total_bytes, facts = write_calibrated(partial, inputs, settings, fingerprint=begun_with)
     mark.unlink()
     return total_bytes, facts, reader.sha256()
 
 
 def write_weights(
-    source: Path,
-    target: Path,
-    model: PreTrainedModel,
-    settings: QuantizeConfig,
-    device: torch.device,
+    source: Checkpoint, target: Path, settings: QuantizeConfig, device: torch.device
 ) -> tuple[int, dict[str, str]]:
     """Stream all tensors from `source` to `target` by the model's names; return their bytes, and
     the SHA-256 of each file that was read."""
     writer = ShardWriter(target, shard_bytes=SHARD_BYTES)
-    recorded = downloaded_files(source)
-    with ConvertedReader(source, model, recorded=recorded, finite=True) as reader:
-        tensors = quantized_tensors(
-            reader, quantizable_linears(model), settings, device=device, stacks=expert_stacks(model)
-        )
+    linears = quantizable_linears(source.model)
+    with source.weights(recorded=True, finite=True) as reader:
+        tensors = quantized_tensors(reader, linears, settings, device=device, stacks=source.stacks)
         count = len(reader.names())
         for _, parts in tqdm(
             tensors, total=count, desc="quantize", unit="tensor", disable=None, file=sys.stderr

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.files.model_files import ADAPTER
 from workflow.lib.data.tokens.token_store import TokenStore, recorded_arrays
 from workflow.lib.distributed.heartbeat import FIRST_PASS_S
@@ -30,7 +31,6 @@ from workflow.lib.distributed.work_sharing import (
 from workflow.lib.evaluation.evaluated_models import SETTINGS_FILES, Loading, source_files
 from workflow.lib.model.backends import (
     choose_device,
-    read_attention_needs,
     resolve_dtype,
     resolve_training_attention,
 )
@@ -40,7 +40,6 @@ from workflow.lib.scores.scoring import (
     check_same_tokenizer,
     check_top_k,
     rows_of,
-    vocabulary_size,
 )
 from workflow.lib.scores.store import Scores
 from workflow.lib.scores.streamed_model import StreamedModel, StreamedScorer
@@ -113,7 +112,8 @@ def work(args: argparse.Namespace, folders: ScoredFolders) -> None:
         process = join(stack, sharded=args.way == "sharded")
         tokens = TokenStore.open(args.tokens)
         model_files = check_inputs(args, folders, tokens, process)
-        vocabulary = min(map(vocabulary_size, (args.tokenizer, folders.model)))
+        model = Checkpoint(folders.model)
+        vocabulary = min(x.vocabulary_size for x in (Checkpoint(args.tokenizer), model))
         with main_first(process.world):
             check_top_k(args.top_k, vocabulary)
             check_same_tokenizer(
@@ -135,7 +135,7 @@ def work(args: argparse.Namespace, folders: ScoredFolders) -> None:
         if pending:
             process.pulse.phase("loading the model", least_s=FIRST_PASS_S)
             scorer = stack.enter_context(
-                opened(args, folders, process, settings, dtype=dtype, vocabulary=vocabulary)
+                opened(args, model, folders, process, settings, dtype=dtype, vocabulary=vocabulary)
             )
             score(scorer, tokens, writer, pending, process)
         if process.is_main:
@@ -170,6 +170,7 @@ def check_inputs(
 @contextmanager
 def opened(
     args: argparse.Namespace,
+    model: Checkpoint,
     folders: ScoredFolders,
     process: Process,
     settings: ModelConfig,
@@ -181,11 +182,11 @@ def opened(
     asked: dict[str, Any] = {"top_k": args.top_k, "vocabulary": vocabulary}
     asked |= {"device": process.device, "world": process.world}
     if args.way == "streamed":
-        model = StreamedModel(folders.model, device=process.device, dtype=dtype)
-        with model.stream() as stream:
+        streamed = StreamedModel(model, device=process.device, dtype=dtype)
+        with streamed.stream() as stream:
             yield StreamedScorer(stream, **asked)
         return
-    needs = read_attention_needs(folders.model).with_dropout(0)
+    needs = model.attention_needs.with_dropout(0)
     attention = resolve_training_attention(
         settings.attention, process.device, needs, compute_dtype=dtype
     )
@@ -193,9 +194,9 @@ def opened(
     options = {"device": process.device, "compute_dtype": dtype, "attention": attention.name}
     loading = Loading(options, process.shards)
     if folders.adapter is None:
-        yield WholeModel(loading.plain(folders.model), **asked)
+        yield WholeModel(loading.plain(model), **asked)
         return
-    tuned = loading.tuned(folders.model, folders.adapter)
+    tuned = loading.tuned(model, folders.adapter)
     yield WholeModel(tuned.get_base_model(), **asked)  # type: ignore[arg-type]
 
 

@@ -20,16 +20,13 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.files.attention_needs import (
     WITH_SINKS,
     WITHOUT_SDPA,
     attention_needs,
 )
-from workflow.lib.kernels.attention.attention_choice import (
-    AttentionNeeds,
-)
-from workflow.lib.model.backends import read_attention_needs
-from workflow.lib.model.nf4_model import build_on_meta
+from workflow.lib.kernels.attention.attention_choice import AttentionNeeds
 
 NEEDS = [
     (LlamaConfig(hidden_size=96, num_attention_heads=2), AttentionNeeds(head_dim=48, value_dim=48)),
@@ -52,7 +49,7 @@ NEEDS = [
 @pytest.mark.parametrize(("config", "needs"), NEEDS)
 def test_needs_of_a_family(config, needs, tmp_path):
     config.save_pretrained(tmp_path)
-    assert read_attention_needs(tmp_path) == needs
+    assert Checkpoint(tmp_path).attention_needs == needs
 
 
 @pytest.mark.parametrize("config", [config for config, _ in NEEDS])
@@ -60,7 +57,7 @@ def test_what_a_config_leaves_out_is_what_its_class_says(config, tmp_path):
     """Seed-OSS drops attention weights by default, and Gemma 2 caps scores."""
     left_out = type(config)()
     (tmp_path / "config.json").write_text(json.dumps({"model_type": left_out.model_type}))
-    assert read_attention_needs(tmp_path) == attention_needs(left_out.to_dict())
+    assert Checkpoint(tmp_path).attention_needs == attention_needs(left_out.to_dict())
 
 
 @pytest.mark.parametrize(
@@ -75,9 +72,9 @@ def test_what_a_config_leaves_out_is_what_its_class_says(config, tmp_path):
 def test_no_attention_weight_is_dropped_unless_the_family_is_asked_for(config, tmp_path):
     """By whatever name the family has it."""
     config.save_pretrained(tmp_path)
-    assert read_attention_needs(tmp_path).dropout > 0
+    assert Checkpoint(tmp_path).attention_needs.dropout > 0
     built = [
-        build_on_meta(tmp_path, dtype=torch.bfloat16, attention_dropout=drops).config
+        Checkpoint(tmp_path).build(torch.bfloat16, attention_dropout=drops).config
         for drops in (True, False)
     ]
     assert [attention_needs(x.to_dict()).dropout > 0 for x in built] == [True, False]
@@ -86,7 +83,7 @@ def test_no_attention_weight_is_dropped_unless_the_family_is_asked_for(config, t
 @pytest.mark.parametrize("config", [{}, {"text_config": {}}, {"kv_lora_rank": 512}])
 def test_config_that_says_little_is_read(config, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert not read_attention_needs(tmp_path).softcap
+    assert not Checkpoint(tmp_path).attention_needs.softcap
 
 
 NO_DECODERS = {

@@ -9,10 +9,10 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.models import tiny_llama
 from tests.support.packed_checkpoints import fp8_checkpoint
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.files.quantization_settings import QUANTIZATION, without_quantization
 from workflow.lib.export.stock_models import load_base
-from workflow.lib.model.describe_model import describe_folder
-from workflow.lib.quantization.nf4_checkpoint import read_model_config
+from workflow.lib.model.describe_model import describe_checkpoint
 from workflow.lib.system.errors import UserError
 
 LEFT_BEHIND: dict[str, Any] = {
@@ -34,17 +34,17 @@ def say(folder, settings, *, within=None):
 @pytest.mark.parametrize("settings", LEFT_BEHIND.values(), ids=LEFT_BEHIND)
 def test_what_is_said_over_16_bit_weights_counts_as_absent_everywhere(tmp_path, caplog, settings):
     folder = tiny_llama(tmp_path, num_hidden_layers=1)
-    plain = describe_folder(folder)
+    plain = describe_checkpoint(Checkpoint.open(folder))
     stock = {"device": torch.device("cpu"), "compute_dtype": torch.float32, "attention": "sdpa"}
     ids = torch.tensor([[3, 1, 4, 1, 5]])
-    logits = load_base(folder, **stock)(ids).logits
+    logits = load_base(Checkpoint(folder), **stock)(ids).logits
     say(folder, settings)
-    found = describe_folder(folder)
+    found = describe_checkpoint(Checkpoint.open(folder))
     assert (found.kinds, found.source_dtype) == (plain.kinds, plain.source_dtype)
     told = [x.message for x in caplog.records if "speaks of quantization" in x.message]
     assert len(told) == bool(settings)
-    assert QUANTIZATION not in read_model_config(folder)
-    assert torch.equal(load_base(folder, **stock)(ids).logits, logits)
+    assert QUANTIZATION not in Checkpoint(folder).plain_config
+    assert torch.equal(load_base(Checkpoint(folder), **stock)(ids).logits, logits)
 
 
 def test_scales_without_anything_packed_are_refused_by_name(tmp_path):
@@ -54,7 +54,7 @@ def test_scales_without_anything_packed_are_refused_by_name(tmp_path):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     say(folder, {"quant_method": "compressed-tensors"})
     with pytest.raises(UserError, match=rf"'compressed-tensors'\), and {scale} is a scale, but no"):
-        describe_folder(folder)
+        describe_checkpoint(Checkpoint.open(folder))
 
 
 def test_format_that_is_not_decoded_is_refused_where_weights_are_packed(tmp_path):
@@ -77,7 +77,7 @@ def test_weights_that_mlx_has_quantized_are_refused_by_its_name(tmp_path, newer)
     config |= {QUANTIZATION: settings} if newer else {}
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=r"quantized already \(by MLX: quantization = .*'bits': 4"):
-        describe_folder(folder)
+        describe_checkpoint(Checkpoint.open(folder))
 
 
 def test_config_json_alone_is_believed(tmp_path):
@@ -96,11 +96,11 @@ def test_settings_of_another_type_are_refused(tmp_path, said, within):
         r"quantization_config( = .*|\.quant_method = \['fp8'\]): it must be an? \w+ or null\. Give"
     )
     with pytest.raises(UserError, match=message):
-        describe_folder(folder)
+        describe_checkpoint(Checkpoint.open(folder))
 
 
 def test_packed_weights_of_which_config_json_says_nothing_are_refused(tmp_path):
     """Transformers would load their codes as if they were weights."""
     folder = say(fp8_checkpoint(tmp_path, block_size=(16, 16)), None)
     with pytest.raises(UserError, match=r"packed.*config\.json says nothing of it"):
-        describe_folder(folder)
+        describe_checkpoint(Checkpoint.open(folder))

@@ -11,17 +11,18 @@ from safetensors.numpy import load_file, save_file
 
 from tests.support.mixtures import MIXTURES, tiny_mixture
 from tests.support.preflight_examples import TINY, tensor_shapes, write_checkpoint
+from workflow.lib.checkpoints.checkpoint import Checkpoint
+from workflow.lib.checkpoints.files import config_file, safetensors_headers
 from workflow.lib.checkpoints.files.safetensors_headers import read_headers
 from workflow.lib.checkpoints.loaded_files import loaded_tensors
-from workflow.lib.model.architecture import config_file, safetensors_headers
 from workflow.lib.model.architecture.model_shape import shape_of_document
-from workflow.lib.model.describe_model import describe_config, describe_folder
+from workflow.lib.model.describe_model import describe_checkpoint, describe_config
 from workflow.lib.system.errors import UserError
 
 
 def reject(folder, *parts):
     with pytest.raises(UserError) as caught:
-        describe_folder(folder)
+        describe_checkpoint(Checkpoint.open(folder))
     for part in parts:
         assert part in str(caught.value)
 
@@ -40,13 +41,13 @@ def with_shapes(folder, changes):
 
 
 def test_parameters_are_counted_as_in_the_file(tmp_path):
-    shape = describe_folder(write_checkpoint(tmp_path))
+    shape = describe_checkpoint(Checkpoint.open(write_checkpoint(tmp_path)))
     stored = sum(int(np.prod(s)) for s in tensor_shapes(TINY).values())
     assert shape.quantized_weights + shape.plain_weights == stored
 
 
 def test_linears_have_names_and_shapes(tmp_path):
-    shape = describe_folder(write_checkpoint(tmp_path))
+    shape = describe_checkpoint(Checkpoint.open(write_checkpoint(tmp_path)))
     sizes = {x.name: (x.out_features, x.in_features) for x in shape.kinds[0].linears}
     assert sizes == {
         "q_proj": (30, 30),
@@ -89,15 +90,15 @@ def test_shards_are_read_through_their_index(tmp_path):
 
 def test_stored_rotary_tables_do_not_count(tmp_path):
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": (5,)}
-    found = describe_folder(with_shapes(tmp_path, extra))
-    plain = describe_folder(with_shapes(tmp_path / "plain", {}))
+    found = describe_checkpoint(Checkpoint.open(with_shapes(tmp_path, extra)))
+    plain = describe_checkpoint(Checkpoint.open(with_shapes(tmp_path / "plain", {})))
     assert found == replace(plain, left_tensors=1)
 
 
 @pytest.mark.parametrize("family", MIXTURES)
 def test_experts_are_counted_however_they_are_published(tmp_path, family):
     folder = tiny_mixture(family, tmp_path)
-    found = describe_folder(folder)
+    found = describe_checkpoint(Checkpoint.open(folder))
     assert found.source_dtype == "F32"
     assert found.layer(1).top_k == 2
     tensors = load_file(folder / "model.safetensors")

@@ -11,6 +11,7 @@ from tests.model.layers.test_rotary_by_document import LONG_ROPE, SHORT
 from tests.model.layers.test_rotary_by_document import SIZES as FAMILY
 from tests.support.distributed import TIMEOUT_S, run_distributed
 from tests.support.models import quantized
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.distributed.world import process_group
 from workflow.lib.evaluation.heldout_loss import heldout_losses
 from workflow.lib.evaluation.sample_answers import AnswerSettings, Prompt, generate_answers
@@ -48,7 +49,7 @@ def base(request, tmp_path_factory):
 
 
 def loaded(base):
-    return load_base(base, device=CPU, compute_dtype=torch.float32, attention="sdpa")
+    return load_base(Checkpoint(base), device=CPU, compute_dtype=torch.float32, attention="sdpa")
 
 
 def documents():
@@ -88,7 +89,9 @@ def sharded_answers(base):
     prompts = [Prompt(n, ids.tolist(), []) for n, (ids, _) in enumerate(documents())]
     settings = AnswerSettings(stop_ids=[], max_new_tokens=NEW_TOKENS, batch_size=10)
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        model = load_sharded_base(base, world=world, compute_dtype=torch.float32, attention="sdpa")
+        model = load_sharded_base(
+            Checkpoint(base), world=world, compute_dtype=torch.float32, attention="sdpa"
+        )
         return generate_answers(model, prompts, settings=settings, device=CPU)
 
 

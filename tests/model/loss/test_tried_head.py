@@ -8,8 +8,8 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig
 
 from tests.support.families import FAMILIES, SIZES
+from workflow.lib.checkpoints.meta_model import build_config_on_meta
 from workflow.lib.model.loss.tried_head import tried_head
-from workflow.lib.model.nf4_model import build_config_on_meta
 from workflow.lib.system.errors import UserError
 
 CAP: dict[str, Any] = {"final_logit_softcapping": 30.0}

@@ -7,8 +7,9 @@ import pytest
 from tests.support.made_up_memory import MadeUpMemory
 from tests.support.mixtures import tiny_mixture
 from tests.support.workflow_project import REPOSITORY
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.model.architecture.model_shape import read_config
-from workflow.lib.model.describe_model import describe_folder
+from workflow.lib.model.describe_model import describe_checkpoint
 from workflow.lib.planning import model_sizes
 from workflow.lib.planning.preflight.cluster_request import (
     Allocation,
@@ -33,7 +34,7 @@ def run_config(**sections):
 def files(tmp_path_factory):
     path = tmp_path_factory.mktemp("model") / "description.json"
     config = {"config": read_config(BASE)}
-    write_checked_json(path, describe_folder(BASE).document() | config)
+    write_checked_json(path, describe_checkpoint(Checkpoint.open(BASE)).document() | config)
     return {"model": str(BASE), "description": str(path)}
 
 
@@ -121,7 +122,7 @@ def test_calibration_of_a_mixture_asks_for_its_experts(tmp_path, monkeypatch):
     second here, so that nothing else counts."""
     monkeypatch.setattr(model_sizes, "COLUMN_S", 1.0)
     model, path = tiny_mixture("qwen3_moe", tmp_path / "model"), tmp_path / "description.json"
-    write_checked_json(path, describe_folder(model).document())
+    write_checked_json(path, describe_checkpoint(Checkpoint.open(model)).document())
     ask = {"model": str(model), "description": str(path), "manifest": "not there"}
     hardware = {"gpus": 1, "gpu_model": "H100"}
     plain, calibrated = (

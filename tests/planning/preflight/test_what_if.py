@@ -12,7 +12,8 @@ from tests.support.families import tiny_family
 from tests.support.forked_stage import forked_stage
 from tests.support.preflight_examples import TINY, write_checkpoint
 from tests.support.refusals import refusal
-from workflow.lib.model.describe_model import describe_folder
+from workflow.lib.checkpoints.checkpoint import Checkpoint
+from workflow.lib.model.describe_model import describe_checkpoint
 from workflow.lib.planning.preflight.what_if import find_shape, machine_by_hand, settings_of
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.gpu_models import BY_NAME
@@ -223,7 +224,7 @@ def test_search_is_answered_with_a_command_that_gives_the_answer_alone(tiny, sea
 def test_bare_config_gives_the_shape_of_its_checkpoint(tmp_path):
     folder = write_checkpoint(tmp_path / "whole")
     model_of(tmp_path, dtype="float16")
-    whole = describe_folder(folder)
+    whole = describe_checkpoint(Checkpoint.open(folder))
     assert find_shape(str(folder), revision=None, describe=described) == whole
     assert find_shape(str(tmp_path), revision=None, describe=described) == whole
     assert find_shape(str(tmp_path / "config.json"), revision=None, describe=described) == whole

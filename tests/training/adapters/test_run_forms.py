@@ -28,6 +28,7 @@ from tests.support.distributed import run_in_group
 from tests.support.gathering import all_full
 from tests.support.models import random_store
 from tests.support.plans import make_plan
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.export.sharded_models import load_sharded_adapter
 from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, load_adapter, load_base
 from workflow.lib.model.lora import trainable_parameters
@@ -54,7 +55,7 @@ def alone(folder, tmp_path_factory):
 def evaluate_sharded(world, base, exported):
     with torch.no_grad():
         tuned = load_sharded_adapter(
-            base, exported, world=world, compute_dtype=torch.float32, attention="sdpa"
+            Checkpoint(base), exported, world=world, compute_dtype=torch.float32, attention="sdpa"
         )
         inner = tuned.get_base_model()
         first = inner(input_ids=IDS).logits
@@ -68,7 +69,7 @@ def test_sharded_evaluation_takes_what_is_trained_beside_adapters(folder, alone,
     """As the stock reload, with the adapter on, off, and on again."""
     exported = export(alone[kind][0])
     path = base_of(folder, kind)
-    base = load_base(path, device=CPU, compute_dtype=torch.float32, attention="sdpa")
+    base = load_base(Checkpoint(path), device=CPU, compute_dtype=torch.float32, attention="sdpa")
     plain = base(input_ids=IDS).logits.detach()
     tuned = load_adapter(base, exported)(input_ids=IDS).logits.detach()
     assert float((plain - tuned).abs().max()) > (1.0 if kind == "both" else 0.1)
@@ -167,7 +168,7 @@ def in_sixteen_bits(world, folder):
 def train_in(dtype, folder, world):
     model = build(folder, "both", world, compute_dtype=dtype)
     store = random_store(rows=ROWS, seq_len=SEQ_LEN)
-    checks = startup_checks(model, store, base_of(folder, "both"), world)
+    checks = startup_checks(model, store, Checkpoint(base_of(folder, "both")), world)
     optimizer = make_optimizer(model.training, TRAIN)
     metrics = take(model, optimizer, world)
     params = trainable_parameters(model.training)
@@ -205,7 +206,9 @@ def started(world, base, run, adapters):
         except UserError as error:
             found.append(str(error))
             continue
-        checks = startup_checks(model, random_store(rows=ROWS, seq_len=SEQ_LEN), base, world)
+        checks = startup_checks(
+            model, random_store(rows=ROWS, seq_len=SEQ_LEN), Checkpoint(base), world
+        )
         assert all(check.passed for check in checks)
         found.append(all_full(trainable_parameters(model.training)))
     return found

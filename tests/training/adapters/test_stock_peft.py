@@ -24,6 +24,7 @@ from tests.support.adapter_kinds import (
 )
 from tests.support.distributed import run_in_group
 from tests.support.stock_training import stock, stock_peft
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.export.adapter_files import merged_tensors, read_sharded_adapter
 from workflow.lib.export.parity import compare_logits
@@ -130,7 +131,9 @@ def test_stock_peft_reloads_the_export_as_it_was_trained(folder, trained, kind, 
     exported = export(run)
     saved = read_json(exported / "adapter_config.json")["modules_to_save"] or []
     assert saved == sorted(KINDS[kind].lora.get("modules_to_save", ()))
-    base = load_base(base_of(folder, kind), device=CPU, compute_dtype=dtype, attention="sdpa")
+    base = load_base(
+        Checkpoint(base_of(folder, kind)), device=CPU, compute_dtype=dtype, attention="sdpa"
+    )
     model = load_adapter(base, exported)
     model.tie_weights()  # as lm-eval does
     parity = compare_logits(

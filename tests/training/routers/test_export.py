@@ -11,13 +11,13 @@ from tests.support.family_runs import merge
 from tests.support.mixtures import MIXTURES, MORE_MIXTURES, tiny_mixture
 from tests.support.models import quantized
 from tests.support.router_runs import CPU, config, router, single_documents, train
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.export.adapter_files import read_sharded_adapter, save_adapter, with_corrections
-from workflow.lib.export.packed_stacks import exported_config, exported_names
+from workflow.lib.export.packed_stacks import adapted_paths, exported_config
 from workflow.lib.export.parity import compare_logits
 from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, load_adapter, load_base
 from workflow.lib.model.architecture.routers import CORRECTION
-from workflow.lib.model.nf4_model import build_on_meta
 from workflow.lib.system.files import read_json
 
 IDS = torch.arange(3, 40)[None]
@@ -57,19 +57,19 @@ def train_and_save(world, folders, dtype):
 def exported(folder, target, dtype=torch.float32):
     run = folder / f"run-{dtype}"
     adapter = read_sharded_adapter(run / "adapter")
-    model = build_on_meta(folder / "original", dtype=dtype)
-    names = exported_names(model, adapter)
+    original = Checkpoint(folder / "original")
+    names = original.names.peft(adapted_paths(adapter))
     settings = read_json(run / "adapter_config.json")
     with CheckpointReader(folder / "nf4") as base:
-        whole = with_corrections(adapter, settings, model=model, base=base)
+        whole = with_corrections(adapter, settings, model=original.model, base=base)
     tensors = {names.exported(name): tensor for name, tensor in whole.items()}
-    save_adapter(tensors, exported_config(settings, model, adapter), target)
+    save_adapter(tensors, exported_config(settings, original.names, adapter), target)
     return names
 
 
 def check_reload(folder, target, dtype):
     names = exported(folder, target, dtype)
-    base = load_base(folder / "nf4", device=CPU, compute_dtype=dtype, attention="eager")
+    base = load_base(Checkpoint(folder / "nf4"), device=CPU, compute_dtype=dtype, attention="eager")
     return compare_logits(
         load_adapter(base, target), folder / f"run-{dtype}" / "parity.safetensors",
         exported=target / ADAPTER_WEIGHTS, compute_dtype=dtype, device=CPU,

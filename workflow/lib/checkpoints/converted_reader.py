@@ -6,7 +6,8 @@ Transformers' own conversions are applied to one tensor, or one expert, at a tim
 import copy
 import math
 import re
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ from transformers.core_model_loading import (
 )
 
 from workflow.lib.checkpoints.decoded_reader import DecodedReader
+from workflow.lib.checkpoints.expert_stacks import ExpertStack, expert_stacks
+from workflow.lib.checkpoints.files.safetensors_headers import TensorInfo
+from workflow.lib.checkpoints.files.stack_names import StackNames
 from workflow.lib.system.checksums import RecordedFile
 from workflow.lib.system.errors import UserError
 
@@ -31,6 +35,7 @@ class ModuleNames:
     """The names that a model's modules have for the tensors of its checkpoints."""
 
     def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
         self._prefix = model.base_model_prefix
         self._places: dict[str, Any] = model.state_dict()
         rules = get_model_conversion_mapping(model)
@@ -43,6 +48,25 @@ class ModuleNames:
         }
         self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
         self.converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+
+    @cached_property
+    def stacks(self) -> dict[str, ExpertStack]:
+        """The stacks of experts by the path of their parameter."""
+        return expert_stacks(self.model)
+
+    @cached_property
+    def expert_projections(self) -> set[str]:
+        """Names of an expert's projections as separate modules (`gate_proj`, `w1`)."""
+        return {
+            pattern.removesuffix(".weight").rpartition(".")[2]
+            for rule in self.converters
+            if is_by_expert(rule)
+            for pattern in rule.source_patterns
+        }
+
+    def peft(self, adapted: Collection[str]) -> StackNames:
+        """Return PEFT's names of an adapter on the linears and stacks of these paths."""
+        return StackNames(path for path in self.stacks if path in adapted)
 
     def of(self, stored: str) -> str:
         """Return the model's name for a stored tensor, or for a part's whole; else its own name."""
@@ -90,25 +114,27 @@ class ConvertedReader(DecodedReader):
     def __init__(
         self,
         folder: Path,
-        model: PreTrainedModel,
+        tensors: Mapping[str, TensorInfo],
+        quantization: Mapping[str, Any],
+        names: ModuleNames,
         *,
         recorded: Iterable[RecordedFile] = (),
         finite: bool = False,
     ) -> None:
-        super().__init__(folder, recorded=recorded, finite=finite)
-        self._model, self._names = model, ModuleNames(model)
+        super().__init__(folder, tensors, quantization, recorded=recorded, finite=finite)
+        self.module_names = names
         self._stored: dict[str, list[tuple[str, str | None]]] = {}
         """By name: its stored tensors, each with the converter's pattern."""
         self.left: list[str] = []
         for stored in sorted(super().names(), key=natural_order):
-            made = self._names.made_of(stored)
+            made = self.module_names.made_of(stored)
             for name, pattern in made:
                 self._stored.setdefault(name, []).append((stored, pattern))
             if not made:
                 self.left.append(stored)
-        for name in [name for name in self._stored if self._names.owner(name) != name]:
+        for name in [name for name in self._stored if self.module_names.owner(name) != name]:
             parts = self._stored.pop(name)
-            self._stored.setdefault(self._names.owner(name), parts)
+            self._stored.setdefault(self.module_names.owner(name), parts)
 
     def __contains__(self, name: str) -> bool:
         return name in self._stored
@@ -214,10 +240,6 @@ class ConvertedReader(DecodedReader):
         for stored in dict.fromkeys([*self.left, *self.stored_in(parts)]):
             yield stored, super().tensor(stored)
 
-    def owner(self, name: str) -> str:
-        """Return the name of a tied tensor's owner, or the tensor's own."""
-        return self._names.owner(name)
-
     def stored_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every tensor of the checkpoint by its stored name."""
         return {name: super(ConvertedReader, self).shape(name) for name in super().names()}
@@ -232,7 +254,7 @@ class ConvertedReader(DecodedReader):
         converter = self._converter(name)
         if not is_by_expert(converter):
             return
-        parts, expected = self._by_pattern(name), self._names.size(name)[0]
+        parts, expected = self._by_pattern(name), self.module_names.size(name)[0]
         for pattern in converter.source_patterns:
             count = len(parts.get(pattern, ()))
             if count != expected:
@@ -258,17 +280,17 @@ class ConvertedReader(DecodedReader):
 
     def _converted(self, name: str, sources: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return Transformers' conversion of the stored tensors of a name."""
-        patterns = dict(self._stored[name])
+        patterns, model = dict(self._stored[name]), self.module_names.model
         fresh: Any = copy.deepcopy(self._converter(name))
         for stored, tensor in sources.items():
             fresh.add_tensor(name, stored, patterns[stored], lambda tensor=tensor: tensor)
-        made = fresh.convert(name, model=self._model, config=self._model.config)[name]
+        made = fresh.convert(name, model=model, config=model.config)[name]
         whole: torch.Tensor = made[0] if isinstance(made, list) else made
         return whole
 
     def _converter(self, name: str) -> WeightConverter:
         """The converter of a converted name."""
-        return self._names.converter({pattern for _, pattern in self._stored[name]})
+        return self.module_names.converter({pattern for _, pattern in self._stored[name]})
 
     def divided(self, parts: Iterable[str]) -> str | None:
         """Return the first name outside of these modules whose stored tensor holds others, too."""

@@ -27,17 +27,14 @@ import torch
 from bitsandbytes.functional import QuantState
 from bitsandbytes.utils import unpack_tensor_to_dict
 
-from workflow.lib.checkpoints.files.config_file import read_bounded
 from workflow.lib.checkpoints.files.quantization_settings import (
     FORMAT_NAMES,
     GPTQ_BITS,
     METHOD,
     PACKED_TYPES,
-    said_of_quantization,
     said_value,
 )
 from workflow.lib.checkpoints.files.safetensors_headers import TensorInfo
-from workflow.lib.checkpoints.loaded_files import loaded_tensors
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.kernels.nf4.decode import decoded
 from workflow.lib.system.checksums import RecordedFile
@@ -249,10 +246,17 @@ class DecodedReader(CheckpointReader):
     `UserError` for infinity and NaN, and files are hashed."""
 
     def __init__(
-        self, folder: Path, *, recorded: Iterable[RecordedFile] = (), finite: bool = False
+        self,
+        folder: Path,
+        tensors: Tensors,
+        quantization: Mapping[str, Any],
+        *,
+        recorded: Iterable[RecordedFile] = (),
+        finite: bool = False,
     ) -> None:
-        self._tensors = loaded_tensors(folder)
-        shards = {name: tensor.file for name, tensor in self._tensors.items()}
+        """tensors: of `loaded_tensors`; quantization: settings of config.json, or {}."""
+        self._tensors, self.quantization = tensors, quantization
+        shards = {name: tensor.file for name, tensor in tensors.items()}
         super().__init__(folder, shards=shards, recorded=recorded, hashed=finite)
         self._finite = finite
         stored = self._shards.keys()
@@ -267,10 +271,8 @@ class DecodedReader(CheckpointReader):
             if name.endswith(MX_BLOCKS) and name.removesuffix(MX_BLOCKS) + MX_SCALES in stored
         }
         self._nf4 = {name.removesuffix(NF4_STATE) for name in stored if name.endswith(NF4_STATE)}
-        config = folder / "config.json"
-        said = (said_of_quantization(read_bounded(config)) if config.is_file() else None) or {}
-        self._block_size = _block_size(said) if self._fp8 else None
-        self._linears = packed_linears(self._tensors, said)
+        self._block_size = _block_size(quantization) if self._fp8 else None
+        self._linears = packed_linears(tensors, quantization)
         hidden = {f"{name}{FP8_SCALE}" for name in self._fp8}
         hidden |= {f"{name}{suffix}" for name in self._mxfp4 for suffix in (MX_BLOCKS, MX_SCALES)}
         hidden |= {f"{name}{suffix}" for name in self._nf4 for suffix in NF4_PARTS[1:]}
@@ -387,7 +389,7 @@ class DecodedReader(CheckpointReader):
         return decoded(packed, state).to(torch.bfloat16)
 
 
-def _block_size(said: dict[str, Any]) -> tuple[int, int] | None:
+def _block_size(quantization: Mapping[str, Any]) -> tuple[int, int] | None:
     """Return rows and columns of one scale; None for a whole tensor."""
-    size = said.get("weight_block_size")
+    size = quantization.get("weight_block_size")
     return None if size is None else (int(size[0]), int(size[1]))

@@ -1,12 +1,10 @@
 """A checkpoint compared with Transformers' own loading of it.
 
-The family's `from_pretrained` gets meta tensors and reports missing, misshapen and unused ones.
-Transformers compares tied tensors by value; `differing_ties` does it here."""
+The family's `from_pretrained` gets meta tensors and reports missing, misshapen and unused ones."""
 
 import copy
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,18 +12,14 @@ from typing import Any
 import torch
 import transformers
 from transformers import PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
-from workflow.lib.checkpoints.converted_reader import ConvertedReader, ModuleNames
-from workflow.lib.checkpoints.decoded_reader import DecodedReader
+from workflow.lib.checkpoints.converted_reader import ConvertedReader
 from workflow.lib.checkpoints.decoder_layers import decoder_layers, other_parts
-from workflow.lib.checkpoints.files.config_file import read_bounded
-from workflow.lib.checkpoints.files.quantization_settings import QUANTIZATION, said_of_quantization
+from workflow.lib.checkpoints.files.quantization_settings import QUANTIZATION
 from workflow.lib.checkpoints.files.safetensors_headers import FLOAT_BYTES
+from workflow.lib.checkpoints.meta_model import quiet_transformers, said_by
 from workflow.lib.system.errors import UserError
 
-ROWS = 4096  # of two tables, compared at a time
-SHOWN = 300  # characters of an error of Transformers
 # Keys of config.json for the layers of multi-token prediction after the decoder layers.
 EXTRA_LAYERS = (
     "num_nextn_predict_layers",
@@ -46,61 +40,12 @@ class LeftOver:
     """Of these, the tensors that the family does not list as ignored, by Transformers' names."""
 
 
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Hide Transformers' progress bars and its advice on published settings."""
-    level = transformers_logging.get_verbosity()
-    bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(level)
-        if bars:
-            transformers_logging.enable_progress_bar()
-
-
-def said_by(error: Exception) -> str:
-    """Return an error of Transformers in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:SHOWN]}"
-
-
-def is_tied(model: PreTrainedModel) -> bool:
-    """Tell whether embedding and head of a built model are one tensor."""
-    embedding: Any = model.get_input_embeddings()
-    head: Any = model.get_output_embeddings()
-    return head is not None and head.weight is embedding.weight
-
-
-def differing_ties(model: PreTrainedModel, folder: Path) -> bool:
-    """Tell whether two tied tensors of a folder differ in value: they are not tied then."""
-    if not model.all_tied_weights_keys or not any(folder.glob("*.safetensors")):
-        return False
-    names = ModuleNames(model)
-    with DecodedReader(folder) as reader:
-        stored = {names.of(name): name for name in reader.names()}
-        return any(
-            first in stored
-            and second in stored
-            and not _equal(reader, stored[first], stored[second])
-            for first, second in model.all_tied_weights_keys.items()
-        )
-
-
-def _equal(reader: DecodedReader, first: str, second: str) -> bool:
-    shape = reader.shape(first)
-    return shape == reader.shape(second) and all(
-        torch.equal(reader.rows(first, row, row + ROWS), reader.rows(second, row, row + ROWS))
-        for row in range(0, shape[0], ROWS)
-    )
-
-
-def check_loading(model: PreTrainedModel, reader: ConvertedReader) -> LeftOver:
+def check_loading(reader: ConvertedReader) -> LeftOver:
     """Return the tensors that Transformers does not load; raise `UserError` unless it loads every
-    tensor of the model (on meta) in its shape and a quantizable type. Reads headers alone."""
+    tensor of the model in its shape and a quantizable type. Reads headers alone."""
     reader.check_parts()
-    if reader.packed and not said_of_quantization(read_bounded(reader.folder / "config.json")):
+    model = reader.module_names.model
+    if reader.packed and not reader.quantization:
         raise UserError(
             f"{reader.folder}: {min(reader.packed)} is packed, but config.json says nothing of it "
             f"({QUANTIZATION}), so Transformers would take its codes for weights. The files do not "
@@ -108,7 +53,7 @@ def check_loading(model: PreTrainedModel, reader: ConvertedReader) -> LeftOver:
         )
     report = _report(model, reader)
     tensors = model.state_dict()
-    owned = [name for name in tensors if reader.owner(name) == name]
+    owned = [name for name in tensors if reader.module_names.owner(name) == name]
     missing = sorted({name for name in owned if name not in reader} | report["missing_keys"])
     if missing:
         others = f", but {len(reader.left)} others ({reader.left[0]} first)" if reader.left else ""

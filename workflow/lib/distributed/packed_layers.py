@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -255,13 +254,12 @@ class PackedLayers:
         for layer in self._layers.values():
             layer.allocate_()
 
-    def load_(self, folder: Path, *, moved: Callable[[], None] = lambda: None) -> int:
+    def load_(self, reader: CheckpointReader, *, moved: Callable[[], None] = lambda: None) -> int:
         """Fill this process's slices from the checkpoint; `moved` by layer; return bytes read."""
         bytes_read = 0
-        with CheckpointReader(folder) as reader:
-            for layer in self._layers.values():
-                bytes_read += layer.load_(reader)
-                moved()
+        for layer in self._layers.values():
+            bytes_read += layer.load_(reader)
+            moved()
         return bytes_read
 
     @property

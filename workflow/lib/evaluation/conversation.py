@@ -16,6 +16,7 @@ from transformers import (
     TextStreamer,
 )
 
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.data.encoding.tokenizer import load_tokenizer
 from workflow.lib.evaluation.evaluated_models import Loading, load_options
 from workflow.lib.evaluation.sample_answers import stop_token_ids
@@ -103,7 +104,7 @@ class Conversation:
 
 
 def open_conversation(
-    folder: Path,
+    checkpoint: Checkpoint,
     exported: Path,
     *,
     adapter: Path | None,
@@ -111,10 +112,10 @@ def open_conversation(
     max_new_tokens: int,
     temperature: float,
 ) -> Conversation:
-    """Load the model in `folder`, with an adapter on it. exported: the trained adapter's folder,
-    with tokenizer, chat template of the training and the tokens that end a turn."""
-    loading = Loading(load_options(folder, device=choose_device(), settings=settings), shards=None)
-    model = loading.model(folder, adapter)
+    """Load a model, with an adapter on it. exported: the trained adapter's folder, with tokenizer,
+    chat template of the training and the tokens that end a turn."""
+    options = load_options(checkpoint, device=choose_device(), settings=settings)
+    model = Loading(options, shards=None).model(checkpoint, adapter)
     tokenizer = load_tokenizer(exported)
     ends = GenerationConfig.from_pretrained(exported).eos_token_id
     stop_ids = stop_token_ids([], tokenizer=tokenizer, model=model)

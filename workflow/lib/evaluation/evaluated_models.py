@@ -15,13 +15,14 @@ import torch
 from peft import PeftModel
 from transformers import PreTrainedModel
 
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.distributed.heartbeat import FIRST_PASS_S, Pulse
 from workflow.lib.distributed.work_sharing import check_recorded, is_sharded, shared_out
 from workflow.lib.distributed.world import World
 from workflow.lib.evaluation.questions import Model, Subject, content_key
 from workflow.lib.export.sharded_models import load_sharded_adapter, load_sharded_base
 from workflow.lib.export.stock_models import load_adapter, load_base
-from workflow.lib.model.backends import read_attention_needs, resolve_attention, resolve_dtype
+from workflow.lib.model.backends import resolve_attention, resolve_dtype
 from workflow.lib.scores.streamed_model import StreamedModel
 from workflow.lib.settings.config import ModelConfig
 from workflow.lib.settings.forms import FORMS, Form, SubjectName
@@ -36,11 +37,13 @@ SETTINGS_FILES = ("config.json", "generation_config.json", "adapter_config.json"
 MEASURING = ("torch", "transformers", "peft", "bitsandbytes", "flash_attn")
 
 
-def load_options(base: Path, *, device: torch.device, settings: ModelConfig) -> dict[str, Any]:
+def load_options(
+    base: Checkpoint, *, device: torch.device, settings: ModelConfig
+) -> dict[str, Any]:
     """Return the options of models on `device`: arguments of `stock_models.load_base`."""
     dtype = resolve_dtype(settings.compute_dtype, device)
     attention = resolve_attention(
-        settings.attention, device, read_attention_needs(base), compute_dtype=dtype
+        settings.attention, device, base.attention_needs, compute_dtype=dtype
     )
     return {"device": device, "compute_dtype": dtype, "attention": attention}
 
@@ -107,7 +110,8 @@ def subjects(
         copies.setdefault(_copy(FORMS[name]), []).append(name)
     measured = []
     for copy, forms in copies.items():
-        opener = memory.opener(partial(loading.model, *(folders[part] for part in copy)))
+        weights, *adapters = (folders[part] for part in copy)
+        opener = memory.opener(partial(loading.model, Checkpoint(weights), *adapters))
         for name in forms:
             opened: Callable[[], AbstractContextManager[Opened]]
             opened = partial(opener, adapter=FORMS[name].adapter is not None)
@@ -134,7 +138,7 @@ def _files(part: str, folder: Path, sources: Sequence[RecordedFile]) -> Sequence
 @contextmanager
 def _streamed(folder: Path, options: dict[str, Any]) -> Iterator[StreamedModel]:
     yield StreamedModel(
-        folder,
+        Checkpoint(folder),
         device=options["device"],
         dtype=options["compute_dtype"],
         attention=options["attention"],
@@ -173,19 +177,19 @@ class Loading:
     options: dict[str, Any]
     shards: World | None
 
-    def model(self, folder: Path, adapter: Path | None = None) -> Model:
-        """Load the weights of a folder, with an adapter's on them."""
-        return self.plain(folder) if adapter is None else self.tuned(folder, adapter)
+    def model(self, weights: Checkpoint, adapter: Path | None = None) -> Model:
+        """Load a model's weights, with an adapter on them."""
+        return self.plain(weights) if adapter is None else self.tuned(weights, adapter)
 
-    def plain(self, folder: Path) -> PreTrainedModel:
+    def plain(self, checkpoint: Checkpoint) -> PreTrainedModel:
         if self.shards is None:
-            return load_base(folder, **self.options)
-        return load_sharded_base(folder, world=self.shards, **self._computing)
+            return load_base(checkpoint, **self.options)
+        return load_sharded_base(checkpoint, world=self.shards, **self._computing)
 
-    def tuned(self, folder: Path, adapter: Path) -> PeftModel:
+    def tuned(self, base: Checkpoint, adapter: Path) -> PeftModel:
         if self.shards is None:
-            return load_adapter(load_base(folder, **self.options), adapter)
-        return load_sharded_adapter(folder, adapter, world=self.shards, **self._computing)
+            return load_adapter(load_base(base, **self.options), adapter)
+        return load_sharded_adapter(base, adapter, world=self.shards, **self._computing)
 
     @property
     def _computing(self) -> dict[str, Any]:

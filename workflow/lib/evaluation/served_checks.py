@@ -24,13 +24,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from workflow.lib.artifacts.evaluation_record import Evaluation
 from workflow.lib.artifacts.manifest_record import Probe
 from workflow.lib.artifacts.records import AdapterEffect
+from workflow.lib.checkpoints.files.config_file import read_settings
 from workflow.lib.data.tokens.token_store import Document
 from workflow.lib.evaluation.heldout_loss import heldout_losses
 from workflow.lib.evaluation.model_server import BASE, ModelServer
 from workflow.lib.evaluation.questions import Model
 from workflow.lib.evaluation.sample_answers import AnswerSettings, Prompt, generate_answers
 from workflow.lib.export.adapter_files import GENERATION_CONFIG
-from workflow.lib.quantization.nf4_checkpoint import read_settings
 from workflow.lib.system.errors import UserError
 
 ROLES = {"system", "user", "assistant"}

@@ -13,6 +13,8 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from workflow.lib.artifacts.manifest_record import ConversationFacts, Probe
+from workflow.lib.checkpoints.checkpoint import Checkpoint
+from workflow.lib.checkpoints.files.config_file import read_settings
 from workflow.lib.checkpoints.files.stack_names import PREFIX
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.data.encoding.chat_template import with_fixed_date
@@ -24,7 +26,7 @@ from workflow.lib.data.encoding.tokenizer import (
 )
 from workflow.lib.data.reading.hub_download import MANIFEST
 from workflow.lib.distributed.sharded_files import DamagedError, read_whole
-from workflow.lib.export.packed_stacks import dequantized_weight
+from workflow.lib.export.packed_stacks import dequantized_weight, merged_stacks, without_stacks
 from workflow.lib.model.architecture.adapter_targets import adapter_scale
 from workflow.lib.model.architecture.routers import CORRECTION
 from workflow.lib.model.layers.nf4_linear import STATE_SUFFIX
@@ -32,8 +34,6 @@ from workflow.lib.model.trained_modules import ROWS_TENSOR, TRAINED_ROWS
 from workflow.lib.quantization.nf4_checkpoint import (
     ShardWriter,
     copy_companions,
-    read_model_config,
-    read_settings,
 )
 from workflow.lib.settings.config import ExportConfig, ModelConfig, is_hub_id
 from workflow.lib.system.artifact_files import read_artifact
@@ -274,9 +274,28 @@ def merged_weight(
     return total * factor[:, None]
 
 
+def merged_model(
+    adapter: dict[str, torch.Tensor],
+    adapter_config: dict[str, Any],
+    *,
+    original: Checkpoint,
+    base: Checkpoint,
+    onto: str,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield name and tensor of all files of the merged model, parts without text included.
+    adapter: by names in training; onto: as in `merged_tensors`."""
+    stacks, others = original.stacks, original.other_parts
+    with original.weights(recorded=True) as weights, base.stored() as nf4:
+        how: dict[str, Any] = {"original": weights, "nf4": nf4, "onto": onto}
+        linears = without_stacks(adapter, stacks)
+        yield from merged_tensors(linears, adapter_config, others=others, **how)
+        yield from merged_stacks(adapter, adapter_config, stacks=stacks, **how)
+        yield from weights.untrained(others)
+
+
 def write_merged(
     tensors: Iterator[tuple[str, torch.Tensor]],
-    source: Path,
+    source: Checkpoint,
     folder: Path,
     *,
     settings: ExportConfig,
@@ -286,8 +305,8 @@ def write_merged(
     for name, tensor in tensors:
         writer.add({name: tensor.contiguous()})
     writer.close()
-    copy_companions(source, folder)
-    config = read_model_config(source) | {"dtype": "bfloat16"}
+    copy_companions(source.folder, folder)
+    config = source.plain_config | {"dtype": "bfloat16"}
     config.pop(TRAINED_ROWS, None)  # a training on it has its own
     write_json(folder / "config.json", config)
     return writer.total_bytes

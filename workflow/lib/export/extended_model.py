@@ -4,6 +4,7 @@ Their rows of embedding and head begin as the mean of the others, as in Transfor
 noise of 1e-9. They follow the tokenizer's last token, in free or new rows. `config.json` names them
 (`TRAINED_ROWS`) for the training. All else is copied as stored."""
 
+import copy
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,58 +14,53 @@ import torch
 from tokenizers import AddedToken
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from workflow.lib.checkpoints.converted_reader import ModuleNames
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.files.config_file import text_part
 from workflow.lib.checkpoints.files.model_files import WEIGHTS
-from workflow.lib.checkpoints.loading import is_tied
-from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
+from workflow.lib.checkpoints.meta_model import is_tied
 from workflow.lib.data.encoding.tokenizer import load_tokenizer
 from workflow.lib.export.adapter_files import write_merged, write_tokenizer
 from workflow.lib.model.host_embedding import other_tables
-from workflow.lib.model.nf4_model import build_on_meta
 from workflow.lib.model.trained_modules import TRAINED_ROWS
-from workflow.lib.quantization.nf4_checkpoint import read_settings
 from workflow.lib.settings.config import ExportConfig
 from workflow.lib.system.artifact_files import read_artifact
-from workflow.lib.system.checksums import HUB_RECORD, downloaded_files
+from workflow.lib.system.checksums import HUB_RECORD
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.files import file_sha256, write_checked_json, write_json
 
 CARD = "README.md"
 
 
-def write_extended(source: Path, folder: Path, tokens: Sequence[str]) -> range:
-    """Write the model in `source` with these tokens to a new `folder`; return their ids. Raises
+def write_extended(source: Checkpoint, folder: Path, tokens: Sequence[str]) -> range:
+    """Write the model `source` with these tokens to a new `folder`; return their ids. Raises
     `UserError` for a token that the tokenizer has, or a model whose rows cannot be trained."""
-    tokenizer = load_tokenizer(source)
+    tokenizer = load_tokenizer(source.folder)
     added = _add_tokens(tokenizer, tokens)
-    model = build_on_meta(source, dtype=torch.bfloat16)
-    embedding, head = _tables(model, tokens)
-    old_rows = model.get_parameter(embedding).shape[0]
+    embedding, head = _tables(source.model, tokens)
+    old_rows = source.model.get_parameter(embedding).shape[0]
     if added.start > old_rows:
         raise _error(tokens, f"the model has {old_rows} rows for {added.start} tokens already")
     rows = max(old_rows, added.stop)
     missing = {embedding, head}
-    dropped = head if is_tied(model) else None  # the same rows again
+    dropped = head if is_tied(source.model) else None  # the same rows again
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        names = ModuleNames(model)
         for stored in reader.names():
-            name, tensor = names.of(stored), reader.tensor(stored)
+            name, tensor = source.names.of(stored), reader.tensor(stored)
             if name in missing and tensor.dtype.itemsize > 1:
                 missing.discard(name)
                 tensor = _with_rows(tensor, added, rows)
             if name != dropped:
                 yield stored, tensor
 
-    with CheckpointReader(source, recorded=downloaded_files(source)) as reader:
+    with source.stored(recorded=True) as reader:
         write_merged(tensors(), source, folder, settings=ExportConfig())
     if missing - {dropped}:
         raise _error(tokens, f"{min(missing)} is stored packed, where no row can be added")
     write_tokenizer(tokenizer, folder)
     _write_config(source, folder, rows, added)
-    if (source / CARD).is_file():  # it names the licence
-        shutil.copyfile(source / CARD, folder / CARD)
+    if (source.folder / CARD).is_file():  # it names the licence
+        shutil.copyfile(source.folder / CARD, folder / CARD)
     _write_record(source, folder)
     return added
 
@@ -106,8 +102,8 @@ def _with_rows(table: torch.Tensor, added: range, rows: int) -> torch.Tensor:
     return extended
 
 
-def _write_config(source: Path, folder: Path, rows: int, added: range) -> None:
-    config = read_settings(source / "config.json")
+def _write_config(source: Checkpoint, folder: Path, rows: int, added: range) -> None:
+    config = copy.deepcopy(source.config)
     config.pop(WEIGHTS, None)  # a file that this folder has not
     text_part(config)["vocab_size"] = rows
     if "vocab_size" in config:  # multimodal models have it twice
@@ -115,9 +111,9 @@ def _write_config(source: Path, folder: Path, rows: int, added: range) -> None:
     write_json(folder / "config.json", config | {TRAINED_ROWS: [added.start, added.stop]})
 
 
-def _write_record(source: Path, folder: Path) -> None:
+def _write_record(source: Checkpoint, folder: Path) -> None:
     """Write a download's record: its origin, if `source` is one, and the SHA-256 of all files."""
-    origin = read_artifact(source / HUB_RECORD) if downloaded_files(source) else {}
+    origin = read_artifact(source.folder / HUB_RECORD) if source.recorded else {}
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     files = [{"path": str(p.relative_to(folder)), "sha256": file_sha256(p)} for p in paths]
     write_checked_json(folder / HUB_RECORD, origin | {"files": files})

@@ -16,12 +16,12 @@ from pathlib import Path
 from safetensors.torch import load_file
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from workflow.lib.checkpoints.files.config_file import read_settings
 from workflow.lib.checkpoints.files.stack_names import PREFIX
 from workflow.lib.data.encoding.chat_template import without_generation_tags
 from workflow.lib.export.adapter_files import CHAT_TEMPLATE, replace_in_config, save_adapter
 from workflow.lib.export.stock_models import ADAPTER_WEIGHTS
 from workflow.lib.model.architecture.adapter_targets import adapter_scale
-from workflow.lib.quantization.nf4_checkpoint import read_settings
 from workflow.lib.settings.evaluate import ADAPTER_CONVERTER, CONVERTER, GgufFormat
 from workflow.lib.system.environment import shipped_path
 from workflow.lib.system.errors import UserError

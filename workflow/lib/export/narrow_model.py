@@ -12,16 +12,15 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.decoder_layers import drop_other_parts_
-from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
+from workflow.lib.checkpoints.meta_model import auto_class
 from workflow.lib.export.peft_folder import Trained, save_exported
 from workflow.lib.model.lora import adapter_config, inject_adapters, trainable_parameters
-from workflow.lib.model.nf4_model import auto_class, build_on_meta
 from workflow.lib.quantization.nf4_checkpoint import (
     modules_in_16_bits,
     nf4_config,
     packed_on_meta,
-    read_model_config,
 )
 from workflow.lib.settings.config import LoraSettings, QuantizeConfig
 from workflow.lib.system.files import write_json
@@ -37,9 +36,9 @@ TOKENS = r"vocab_size\w*|\w+_token_id"
 VOCABULARY = 512
 
 
-def plain_config(source: Path, folder: Path) -> PretrainedConfig:
-    """Return the configuration of the model in `source`, of plain weights; `folder` gets it too."""
-    write_json(folder / "config.json", read_model_config(source))
+def plain_config(source: Checkpoint, folder: Path) -> PretrainedConfig:
+    """Return the configuration of the model `source`, of plain weights; `folder` gets it too."""
+    write_json(folder / "config.json", source.plain_config)
     config: PretrainedConfig = AutoConfig.from_pretrained(
         folder, local_files_only=True, trust_remote_code=False
     )
@@ -112,17 +111,15 @@ def _divides(heads: dict[str, int], by: int) -> bool:
     )
 
 
-def write_narrow_adapter(model: Path, folder: Path) -> Trained:
+def write_narrow_adapter(model: Checkpoint, folder: Path) -> Trained:
     """Write a random adapter on all linears of the narrow model, and return it in the names of the
     training."""
-    packed = build_on_meta(model, dtype=torch.float32)
-    original = build_on_meta(model, dtype=torch.float32)
+    packed = model.build(torch.float32)
     packed.config.update(nf4_config({}, QuantizeConfig(), in_16_bits=modules_in_16_bits(packed)))
     drop_other_parts_(packed)
     tuned = inject_adapters(packed_on_meta(packed, dtype=torch.float32), LoraSettings())
     drawn = {name: torch.randn(x.shape) for name, x in trainable_parameters(tuned).items()}
-    named = {"base_model_name_or_path": str(model), "revision": None}
+    named = {"base_model_name_or_path": str(model.folder), "revision": None}
     adapter = Trained(drawn, adapter_config(tuned) | named)
-    with CheckpointReader(model) as base:
-        save_exported(adapter, folder, original=original, base=base)
+    save_exported(adapter, folder, original=model, base=model)
     return adapter

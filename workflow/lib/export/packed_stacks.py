@@ -26,8 +26,8 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
-from workflow.lib.checkpoints.converted_reader import ConvertedReader, ModuleNames, is_by_expert
-from workflow.lib.checkpoints.expert_stacks import ExpertStack, expert_stacks
+from workflow.lib.checkpoints.converted_reader import ConvertedReader, ModuleNames
+from workflow.lib.checkpoints.expert_stacks import ExpertStack
 from workflow.lib.checkpoints.files.stack_names import PREFIX, StackNames
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.kernels.nf4.decode import decoded
@@ -54,12 +54,6 @@ def without_stacks(
     }
 
 
-def exported_names(model: PreTrainedModel, adapter: Iterable[str]) -> StackNames:
-    """Return the names of an adapter, given those in training. model: the original on meta."""
-    adapted = adapted_paths(adapter)
-    return StackNames(path for path in expert_stacks(model) if path in adapted)
-
-
 def stored_names(config: Mapping[str, Any]) -> StackNames:
     """Return the names of an exported adapter, given its `adapter_config.json`."""
     parameters: Iterable[str] = config.get("target_parameters") or ()
@@ -75,20 +69,20 @@ def trained_targets(config: Mapping[str, Any]) -> list[str] | str:
 
 
 def exported_config(
-    config: Mapping[str, Any], model: PreTrainedModel, adapter: Iterable[str]
+    config: Mapping[str, Any], names: ModuleNames, adapter: Iterable[str]
 ) -> dict[str, Any]:
     """Return the `adapter_config.json` from which stock PEFT builds the adapter. config: of the
     training; adapter: names in training. A family without experts keeps its config."""
-    stacks = expert_stacks(model)
-    if not names_of_experts(model) and not stacks:  # of a mixture all layers may be dense
+    stacks, projections = names.stacks, names.expert_projections
+    if not projections and not stacks:  # of a mixture all layers may be dense
         return dict(config)
     adapted = adapted_paths(adapter)
     linears = adapted - stacks.keys()
-    taken = sorted(path for path in linears if path.rpartition(".")[2] in names_of_experts(model))
+    taken = sorted(path for path in linears if path.rpartition(".")[2] in projections)
     weights = {path: f"{path}.weight" for path in taken}
     parameters = [*(path for path in stacks if path in adapted), *weights.values()]
     exported = dict(config) | {
-        "target_modules": _targets(linears - weights.keys(), model),
+        "target_modules": _targets(linears - weights.keys(), names.model),
         "exclude_modules": None,
     }
     if not parameters:
@@ -119,16 +113,6 @@ def _with_weights(patterns: Mapping[str, Any], weights: Mapping[str, str]) -> di
         if (value := by_pattern(patterns, path)) is not None
     }
     return values | dict(patterns)
-
-
-def names_of_experts(model: PreTrainedModel) -> set[str]:
-    """Return the names of an expert's projections as separate modules (`gate_proj`, `w1`)."""
-    return {
-        pattern.removesuffix(".weight").rpartition(".")[2]
-        for rule in ModuleNames(model).converters
-        if is_by_expert(rule)
-        for pattern in rule.source_patterns
-    }
 
 
 aten = torch.ops.aten
@@ -229,11 +213,11 @@ def linear_names(stacks: Iterable[str]) -> dict[str, str]:
     return {rf"^({parent})\.{name}\.": rf"\1.{LINEAR}{name}." for parent, name in patterns}
 
 
-def with_linears(model: PreTrainedModel) -> type[PreTrainedModel]:
-    """Return a model's class with a linear (experts * out, in) for each stack (model: on meta),
-    named as in `linear_names`."""
-    family = type(model)
-    stacks = expert_stacks(model)
+def with_linears(
+    family: type[PreTrainedModel], stacks: Mapping[str, ExpertStack]
+) -> type[PreTrainedModel]:
+    """Return a model's class with a linear (experts * out, in) for each stack, named as in
+    `linear_names`."""
 
     def build(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
         family.__init__(self, *args, **kwargs)

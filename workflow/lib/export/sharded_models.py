@@ -16,19 +16,18 @@ import torch
 from peft import LoraConfig, PeftModel
 from transformers import GenerationConfig, PreTrainedModel
 
-from workflow.lib.checkpoints.converted_reader import ConvertedReader
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.expert_stacks import expert_stacks
 from workflow.lib.checkpoints.files.stack_names import StackNames
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader, check_whole
 from workflow.lib.distributed.fsdp import shard_for_inference_
 from workflow.lib.distributed.world import World
 from workflow.lib.export.packed_stacks import stored_names, trained_targets
-from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, is_nf4, refuse_unmatched
+from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, refuse_unmatched
 from workflow.lib.model.layers.rotary_by_length import rotate_by_call_alone_
 from workflow.lib.model.lora import adapted, trainable_parameters
 from workflow.lib.model.nf4_model import (
     build_nf4_on_meta,
-    build_on_meta,
     load_weights_,
     local,
     local_range,
@@ -40,51 +39,48 @@ from workflow.lib.system.files import read_json
 
 
 def load_sharded_base(
-    folder: Path, *, world: World, compute_dtype: torch.dtype, attention: str
+    checkpoint: Checkpoint, *, world: World, compute_dtype: torch.dtype, attention: str
 ) -> PreTrainedModel:
-    """Return the model in `folder` (NF4, or merged) in evaluation mode, a slice of each tensor
+    """Return a model (NF4, or merged) in evaluation mode, a slice of each tensor
     here. Collective. Raises `UserError` if the folder does not hold every tensor of the model."""
-    check_whole(folder)
-    model = _on_meta(folder, compute_dtype=compute_dtype, attention=attention)
+    check_whole(checkpoint.folder)
+    model = _on_meta(checkpoint, compute_dtype=compute_dtype, attention=attention)
     shard_for_inference_(model, world.mesh)
     materialize_(model, transformers_model=model, device=world.device)
-    load_weights_(model, folder, reader=_reader(folder))
+    with checkpoint.reader() as reader:
+        load_weights_(model, reader)
     model.eval()
     return model
 
 
 def load_sharded_adapter(
-    folder: Path, adapter: Path, *, world: World, compute_dtype: torch.dtype, attention: str
+    base: Checkpoint, adapter: Path, *, world: World, compute_dtype: torch.dtype, attention: str
 ) -> PeftModel:
-    """Return the base in `folder` with the exported adapter on it, as `load_sharded_base`.
+    """Return the base with the exported adapter on it, as `load_sharded_base`.
     Collective. PEFT's wrapper goes around FSDP's root: call the model inside (`get_base_model`),
     which has the adapter. Raises `UserError` also if adapter and model do not fit tensor by
     tensor."""
-    check_whole(folder)
+    check_whole(base.folder)
     check_whole(adapter, single=ADAPTER_WEIGHTS)
-    model = _on_meta(folder, compute_dtype=compute_dtype, attention=attention)
+    model = _on_meta(base, compute_dtype=compute_dtype, attention=attention)
     written = read_json(adapter / "adapter_config.json")
     names = stored_names(written)
     config = LoraConfig.from_pretrained(str(adapter))
     config.target_modules, config.target_parameters = trained_targets(written), None
     config.trainable_token_indices = None  # PEFT's own layer reads a whole table
     config.inference_mode = False  # distinguishes adapter from base; no gradient is computed
-    config.base_model_name_or_path = str(folder)
-    _refuse_plain_experts(model, config, folder)
+    config.base_model_name_or_path = str(base.folder)
+    _refuse_plain_experts(model, config, base.folder)
     tuned = adapted(model, config)
     train_rows_(model)
     shard_for_inference_(model, world.mesh)
     model.register_forward_pre_hook(lambda model, _: write_rows_(model), prepend=True)
     materialize_(tuned, transformers_model=model, device=world.device)
-    load_weights_(model, folder, reader=_reader(folder))
+    with base.reader() as reader:
+        load_weights_(model, reader)
     _load_adapter_(tuned, adapter, names=names)
     tuned.eval()
     return tuned
-
-
-def _reader(folder: Path) -> CheckpointReader | None:
-    plain = build_on_meta(folder, dtype=torch.bfloat16)
-    return None if is_nf4(plain) else ConvertedReader(folder, plain)
 
 
 def _refuse_plain_experts(model: PreTrainedModel, config: LoraConfig, folder: Path) -> None:
@@ -98,10 +94,13 @@ def _refuse_plain_experts(model: PreTrainedModel, config: LoraConfig, folder: Pa
         )
 
 
-def _on_meta(folder: Path, *, compute_dtype: torch.dtype, attention: str) -> PreTrainedModel:
-    model = build_nf4_on_meta(folder, compute_dtype=compute_dtype, attention=attention)
+def _on_meta(
+    checkpoint: Checkpoint, *, compute_dtype: torch.dtype, attention: str
+) -> PreTrainedModel:
+    model = build_nf4_on_meta(checkpoint, compute_dtype=compute_dtype, attention=attention)
     model.config.use_cache = True  # answers are generated
     rotate_by_call_alone_(model)
+    folder = checkpoint.folder
     if (folder / "generation_config.json").is_file():  # names the tokens that end an answer
         model.generation_config = GenerationConfig.from_pretrained(str(folder))
     return model

@@ -32,19 +32,17 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
-from workflow.lib.checkpoints.decoded_reader import DecodedReader
-from workflow.lib.checkpoints.expert_stacks import expert_stacks
-from workflow.lib.checkpoints.files.quantization_settings import QUANTIZATION
+from workflow.lib.checkpoints.checkpoint import Checkpoint
+from workflow.lib.checkpoints.files.quantization_settings import METHOD
+from workflow.lib.checkpoints.meta_model import auto_class
 from workflow.lib.checkpoints.safetensors_reader import check_whole, open_whole
 from workflow.lib.export.packed_stacks import (
     linear_names,
-    names_of_experts,
     pack_,
     with_linears,
 )
 from workflow.lib.kernels.nf4.decode import decoded
 from workflow.lib.model.layers.rotary_by_length import rotate_by_call_alone_
-from workflow.lib.model.nf4_model import auto_class, build_on_meta
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.undocumented_interfaces import MODEL_PACKAGES, check_interfaces
 
@@ -53,25 +51,26 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 def load_base(
-    base_dir: Path, *, device: torch.device, compute_dtype: torch.dtype, attention: str
+    checkpoint: Checkpoint, *, device: torch.device, compute_dtype: torch.dtype, attention: str
 ) -> PreTrainedModel:
-    """Load an NF4 checkpoint in evaluation mode, computing in `compute_dtype`. `cuda` without an
+    """Load a checkpoint in evaluation mode, computing in `compute_dtype`. `cuda` without an
     index fills visible GPUs one after the other. Raises `UserError` if tensors are missing or have
     another shape, or GPUs cannot hold it."""
-    if not (base_dir / "config.json").is_file():
+    folder = checkpoint.folder
+    if not checkpoint.config_path.is_file():
         raise UserError(
-            f"{base_dir} holds no model (config.json is not there). Name the folder of a model; if "
+            f"{folder} holds no model (config.json is not there). Name the folder of a model; if "
             "a stage makes it, delete it and repeat the command."
         )
     check_interfaces(*MODEL_PACKAGES)
-    check_whole(base_dir)
-    stock = build_on_meta(base_dir, dtype=compute_dtype)
-    stacks = expert_stacks(stock) if is_nf4(stock) else {}
-    decoding = _decoding(stock, base_dir)
+    check_whole(folder)
+    stock = checkpoint.build(compute_dtype)
+    stacks = checkpoint.stacks if checkpoint.is_nf4 else {}
+    decoding = _decoding(stock, checkpoint)
     plain = type(stock) if "state_dict" in decoding else auto_class(stock.config)
     model, report = _from_pretrained(
-        with_linears(stock) if stacks else plain,
-        base_dir,
+        with_linears(type(stock), stacks) if stacks else plain,
+        folder,
         device_map="sequential" if device == torch.device("cuda") else {"": device},
         dtype=compute_dtype,
         attn_implementation=attention,
@@ -79,41 +78,35 @@ def load_base(
         **decoding,
     )
     refuse_unmatched(
-        base_dir,
+        folder,
         missing=report["missing_keys"],
         # An original may have more, which `describe_model` logs and a merged model keeps.
-        unexpected=report["unexpected_keys"] if is_nf4(stock) else set(),
+        unexpected=report["unexpected_keys"] if checkpoint.is_nf4 else set(),
         mismatched=[key for key, *_ in report["mismatched_keys"]],
     )
     _cast_unquantized_(model, compute_dtype)
     _set_up_linears_(model, compute_dtype)
-    pack_(model, stacks, linears=names_of_experts(stock) if stacks else ())
+    pack_(model, stacks, linears=checkpoint.names.expert_projections if stacks else ())
     decode_partial_rows_(model)
     rotate_by_call_alone_(model)
     return model
 
 
-def _decoding(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
+def _decoding(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, Any]:
     """Return how an original is loaded: with its configuration of the training, packed weights
     decoded as for the training (its own kernels compute otherwise)."""
-    quantization: Any = getattr(model.config, QUANTIZATION, None)
-    if not quantization or is_nf4(model):
+    if not checkpoint.is_packed or checkpoint.is_nf4:
         return {"config": model.config}
-    method = quantization.get("quant_method")
+    method = checkpoint.stated_quantization.get(METHOD)
     if method in DECODED:
         decoded_by = DECODED[method](dequantize=True)
         return {"config": model.config, "quantization_config": decoded_by}
     # Transformers decodes these by packages that need a GPU, or keeps them packed.
-    with DecodedReader(folder) as reader:
+    with checkpoint.decoded() as reader:
         tensors = {name: reader.tensor(name) for name in reader.names()}
     config = copy.deepcopy(model.config)
     del config.quantization_config
     return {"config": config, "state_dict": tensors}
-
-
-def is_nf4(model: PreTrainedModel) -> bool:
-    quantization: Any = getattr(model.config, QUANTIZATION, None) or {}
-    return bool(quantization.get("load_in_4bit"))
 
 
 def _from_pretrained(

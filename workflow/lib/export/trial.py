@@ -11,12 +11,9 @@ from typing import Any
 
 import torch
 
-from workflow.lib.checkpoints.converted_reader import ConvertedReader
-from workflow.lib.checkpoints.decoder_layers import other_parts
-from workflow.lib.checkpoints.expert_stacks import expert_stacks
-from workflow.lib.checkpoints.loading import quiet_transformers, said_by
-from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
-from workflow.lib.export.adapter_files import merged_tensors
+from workflow.lib.checkpoints.checkpoint import Checkpoint
+from workflow.lib.checkpoints.meta_model import quiet_transformers, said_by
+from workflow.lib.export.adapter_files import merged_model
 from workflow.lib.export.narrow_model import (
     narrow_,
     plain_config,
@@ -24,11 +21,8 @@ from workflow.lib.export.narrow_model import (
     write_narrow_adapter,
     write_random,
 )
-from workflow.lib.export.packed_stacks import merged_stacks, without_stacks
-from workflow.lib.export.peft_folder import Trained
 from workflow.lib.export.stock_models import load_adapter, load_base
 from workflow.lib.model.architecture.model_shape import ModelShape
-from workflow.lib.model.nf4_model import build_on_meta
 from workflow.lib.quantization.nf4_checkpoint import write_plain_base
 from workflow.lib.scores.scoring import kept_logits
 from workflow.lib.settings.config import QuantizeConfig
@@ -44,8 +38,8 @@ STOCK: dict[str, Any] = {
 logger = logging.getLogger("workflow")
 
 
-def try_exports(source: Path, shape: ModelShape) -> None:
-    """Raise `UserError` if a training on the model in `source` could not be exported, evaluated or
+def try_exports(source: Checkpoint, shape: ModelShape) -> None:
+    """Raise `UserError` if a training on `source` could not be exported, evaluated or
     merged. A model that cannot be made narrow is logged."""
     step = ""
     with TemporaryDirectory() as name, quiet_transformers():
@@ -55,13 +49,13 @@ def try_exports(source: Path, shape: ModelShape) -> None:
             narrow_(config)
             write_random(config, Path(name) / "model", dtype=torch.float32)
             # The narrow sizes fit each other if stock Transformers runs its own file.
-            load_base(Path(name) / "model", **STOCK)(input_ids=IDS, use_cache=False)
+            load_base(Checkpoint(Path(name) / "model"), **STOCK)(input_ids=IDS, use_cache=False)
             for step in _steps(Path(name)):
                 logger.debug("trial: %s", step)
         except Exception as error:
             if step:
                 raise UserError(
-                    f"{source}: model_type = {config.model_type!r}: {step} fails "
+                    f"{source.folder}: model_type = {config.model_type!r}: {step} fails "
                     f"({said_by(error)}). This was tried on a narrow random model of the class, "
                     "since after a training it would be too late. Choose another model.source."
                 ) from None
@@ -70,9 +64,9 @@ def try_exports(source: Path, shape: ModelShape) -> None:
 
 def _steps(folder: Path) -> Iterator[str]:
     """Go the way of the model in `folder`/model, and yield the name of each step before it."""
-    model, base = folder / "model", folder / "nf4"
+    model, base = Checkpoint(folder / "model"), Checkpoint(folder / "nf4")
     yield "its quantization"
-    write_plain_base(model, base, QuantizeConfig())
+    write_plain_base(model, base.folder, QuantizeConfig())
     yield "saving an adapter of it"
     adapter = write_narrow_adapter(model, folder / "adapter")
     yield "loading its base in stock Transformers"
@@ -85,19 +79,9 @@ def _steps(folder: Path) -> Iterator[str]:
         logits = kept_logits(tuned, columns, input_ids=IDS, use_cache=False)
     assert logits.shape[:2] == (1, len(columns)), f"logits of shape {[*logits.shape]}"
     yield "merging it"
-    with CheckpointReader(model) as published:
+    with model.stored() as published:
         expected = {name: published.shape(name) for name in published.names()}
-    merged = {name: tuple(tensor.shape) for name, tensor in _merged(model, base, adapter)}
+    tensors = merged_model(*adapter, original=model, base=base, onto="dequantized")
+    merged = {name: tuple(tensor.shape) for name, tensor in tensors}
     wrong = sorted(name for name, _ in merged.items() ^ expected.items())
     assert not wrong, f"{wrong[0]} is not as in the published files"
-
-
-def _merged(model: Path, base: Path, adapter: Trained) -> Iterator[tuple[str, torch.Tensor]]:
-    built = build_on_meta(model, dtype=torch.bfloat16)
-    stacks, others = expert_stacks(built), other_parts(built)
-    with ConvertedReader(model, built) as original, CheckpointReader(base) as nf4:
-        how: dict[str, Any] = {"original": original, "nf4": nf4, "onto": "dequantized"}
-        linears = without_stacks(adapter.tensors, stacks)
-        yield from merged_tensors(linears, adapter.config, others=others, **how)
-        yield from merged_stacks(*adapter, stacks=stacks, **how)
-        yield from original.untrained(others)

@@ -3,13 +3,10 @@
 Preflight, training and evaluation call this module, so they decide alike."""
 
 from functools import partial
-from pathlib import Path
 
 import torch
-from transformers import CONFIG_MAPPING
 from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
 
-from workflow.lib.checkpoints.files.attention_needs import attention_needs
 from workflow.lib.kernels.attention import wide as wide_attention
 from workflow.lib.kernels.attention.attention_choice import (
     BY_SETTING,
@@ -28,15 +25,6 @@ from workflow.lib.system.dtype_choice import (
     choose_matmul_dtype,
 )
 from workflow.lib.system.errors import setting_error
-from workflow.lib.system.files import read_json
-
-
-def read_attention_needs(folder: Path) -> AttentionNeeds:
-    """Return the attention needs of the model in `folder`, defaults of its class included."""
-    config = read_json(folder / "config.json")
-    if (kind := config.get("model_type")) in CONFIG_MAPPING:
-        config = CONFIG_MAPPING[kind].from_pretrained(folder, local_files_only=True).to_dict()
-    return attention_needs(config)
 
 
 def resolve_training_attention(

@@ -14,31 +14,26 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from workflow.lib.checkpoints.converted_reader import ConvertedReader, ModuleNames
+from workflow.lib.checkpoints.checkpoint import Checkpoint
+from workflow.lib.checkpoints.converted_reader import ModuleNames
 from workflow.lib.checkpoints.decoder_layers import decoder_layers, drop_other_parts_
 from workflow.lib.checkpoints.files.attention_needs import attention_dropout
 from workflow.lib.checkpoints.files.config_file import (
     check_bounds,
-    read_bounded,
     read_config,
     text_part,
     with_infinities,
 )
-from workflow.lib.checkpoints.files.quantization_settings import (
-    QUANTIZATION,
-    quantization_of,
-    said_of_quantization,
-    without_quantization,
-)
+from workflow.lib.checkpoints.files.quantization_settings import QUANTIZATION, without_quantization
 from workflow.lib.checkpoints.files.safetensors_headers import (
     FLOAT_BYTES,
     read_headers,
     zeros_at_end,
 )
-from workflow.lib.checkpoints.loaded_files import loaded_files
-from workflow.lib.checkpoints.loading import (
-    check_loading,
-    first_weight,
+from workflow.lib.checkpoints.loading import check_loading, first_weight
+from workflow.lib.checkpoints.meta_model import (
+    build_config_on_meta,
+    is_built,
     is_tied,
     quiet_transformers,
     said_by,
@@ -49,12 +44,7 @@ from workflow.lib.model.experts.router_balance import family_coefficient
 from workflow.lib.model.host_embedding import other_tables
 from workflow.lib.model.kernel_packages import compute_by_torch_code
 from workflow.lib.model.loss.tried_head import tried_head
-from workflow.lib.model.nf4_model import (
-    build_config_on_meta,
-    build_on_meta,
-    is_built,
-    say_quantized_,
-)
+from workflow.lib.model.nf4_model import say_quantized_
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import file_sha256
 from workflow.lib.system.number_formats import listed_names
@@ -98,25 +88,22 @@ def describe_file(path: Path) -> ModelShape:
     return replace(shape, config_sha256=file_sha256(path))
 
 
-def describe_folder(folder: Path) -> ModelShape:
-    """Describe the model in a folder, its checkpoint included, as Transformers loads it; raises
-    `UserError` as `describe_config` and `check_loading` do. Logs tensors that are not loaded."""
-    files = loaded_files(folder)  # first: a folder without a model has its own message
-    path = folder / "config.json"
-    config = read_bounded(path)
-    if said_of_quantization(config) and quantization_of(config, path) is None:
+def describe_checkpoint(checkpoint: Checkpoint) -> ModelShape:
+    """Describe a model, its tensors included, as Transformers loads it; raises `UserError` as
+    `describe_config` and `check_loading` do. Logs tensors that are not loaded."""
+    folder = checkpoint.folder
+    if checkpoint.stated_quantization and not checkpoint.is_packed:
         message = (
             "%s speaks of quantization (%s), but no weights beside it are packed: it is ignored"
         )
-        logger.warning(message, path, QUANTIZATION)
+        logger.warning(message, checkpoint.config_path, QUANTIZATION)
     _check_generation(folder)
-    shape = describe_file(path)
-    model = build_on_meta(folder, dtype=torch.bfloat16)
-    for path in files:
-        _check_end(path, model)
-    with ConvertedReader(folder, model) as reader:
-        left = check_loading(model, reader)
-        dtype = reader.dtype(first_weight(model))
+    shape = describe_file(checkpoint.config_path)
+    for path in checkpoint.files:
+        _check_end(path, checkpoint.names)
+    with checkpoint.weights() as reader:
+        left = check_loading(reader)
+        dtype = reader.dtype(first_weight(checkpoint.model))
     if left.stored:
         logger.log(
             logging.WARNING if left.unexpected else logging.INFO,
@@ -129,16 +116,16 @@ def describe_folder(folder: Path) -> ModelShape:
     return replace(
         shape,
         source_dtype=dtype if dtype in FLOAT_BYTES else "BF16",
-        tied_embeddings=is_tied(model),
+        tied_embeddings=is_tied(checkpoint.model),
         left_tensors=len(left.stored),
     )
 
 
-def _check_end(path: Path, model: PreTrainedModel) -> None:
+def _check_end(path: Path, names: ModuleNames) -> None:
     """Raise `UserError` if a matrix of the decoder layers is in zeros at a file's end. Tables may
     have unused rows."""
-    names, sizes = ModuleNames(model), read_headers([path])
-    layers = f"{_paths(model)['layers']}."
+    sizes = read_headers([path])
+    layers = f"{_paths(names.model)['layers']}."
     zeros = zeros_at_end(path)
     if any(len(sizes[name].shape) > 1 and names.of(name).startswith(layers) for name in zeros):
         raise UserError(

@@ -5,7 +5,6 @@ mapped: no GPU memory, no traffic, one copy in the page cache of a machine."""
 
 from collections.abc import Callable
 from copy import copy
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -77,12 +76,16 @@ class StoredRows:
     """Rows of a model's embedding in its checkpoint, on `device` in the type `dtype`."""
 
     def __init__(
-        self, model: PreTrainedModel, base: Path, *, device: torch.device, dtype: torch.dtype
+        self,
+        model: PreTrainedModel,
+        base: CheckpointReader,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         embedding = model.get_input_embeddings()
         (path,) = [name for name, module in model.named_modules() if module is embedding]
-        with CheckpointReader(base) as reader:
-            self._table = reader.tensor(checkpoint_name(f"{path}.weight"))  # mapped, not read
+        self._table = base.tensor(checkpoint_name(f"{path}.weight"))  # mapped, not read
         self._device, self._dtype = device, dtype
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:

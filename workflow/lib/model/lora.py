@@ -8,7 +8,6 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -184,10 +183,10 @@ def peft_name(name: str) -> str:
 
 
 @torch.no_grad()
-def init_adapters_(model: nn.Module, *, seed: int, base: Path) -> None:
+def init_adapters_(model: nn.Module, *, seed: int, base: CheckpointReader) -> None:
     """Initialize as PEFT does (A uniform in +-1/sqrt(in_features), B zero), equal for any number of
     processes. Every A has its own generator, seeded by (seed, name); each process keeps its slice.
-    DoRA's magnitudes are the row norms of the NF4 weights in the folder `base`. Modules that are
+    DoRA's magnitudes are the row norms of the NF4 weights of `base`. Modules that are
     trained whole and trained rows begin with the base's values."""
     _init_from_base_(model, base)
     for name, param in trainable_parameters(model).items():
@@ -207,23 +206,22 @@ def init_adapters_(model: nn.Module, *, seed: int, base: Path) -> None:
         local(param).copy_(full[start:stop])
 
 
-def _init_from_base_(model: nn.Module, base: Path) -> None:
+def _init_from_base_(model: nn.Module, base: CheckpointReader) -> None:
     """Fill this process's slice of DoRA's magnitudes and of the trained rows of embedding and head,
     if there are any."""
-    with CheckpointReader(base) as reader:
-        for path, layer in model.named_modules():
-            name = path.partition(PREFIX)[2]
-            if isinstance(layer, TrainedRows):
-                layer.load_(reader, f"{name.removesuffix(f'.{ROWS}')}.weight")
-            if not isinstance(layer, FusedLoraLinear) or not layer.lora_variant:
-                continue
-            stored = checkpoint_name(name)
-            magnitude, linear = layer.fused_magnitude(), layer.get_base_layer()
-            assert isinstance(linear, NF4Linear)
-            start, stop = local_range(magnitude)
-            norms = read_row_norms(linear, stored, reader, start=start, stop=stop)
-            _check_lengths(norms, stored, first_row=start)
-            local(magnitude).copy_(norms)
+    for path, layer in model.named_modules():
+        name = path.partition(PREFIX)[2]
+        if isinstance(layer, TrainedRows):
+            layer.load_(base, f"{name.removesuffix(f'.{ROWS}')}.weight")
+        if not isinstance(layer, FusedLoraLinear) or not layer.lora_variant:
+            continue
+        stored = checkpoint_name(name)
+        magnitude, linear = layer.fused_magnitude(), layer.get_base_layer()
+        assert isinstance(linear, NF4Linear)
+        start, stop = local_range(magnitude)
+        norms = read_row_norms(linear, stored, base, start=start, stop=stop)
+        _check_lengths(norms, stored, first_row=start)
+        local(magnitude).copy_(norms)
 
 
 def _check_lengths(norms: torch.Tensor, path: str, *, first_row: int) -> None:

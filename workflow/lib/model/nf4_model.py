@@ -3,37 +3,21 @@ slice by slice.
 
 The order is fixed: `build_nf4_on_meta` -> adapters (`lora.inject_adapters`) -> sharding
 (`fsdp.shard_`, or none) -> `materialize_` -> `load_weights_`. No process ever holds more than its
-own slices and one tensor.
-
-Transformers' own tables decide which auto class builds a model. A multimodal model is built whole,
-with parts that text never passes: so its modules have the names of the published checkpoint, and an
-adapter fits the model that anyone loads."""
+own slices and one tensor."""
 
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from bitsandbytes.utils import unpack_tensor_to_dict
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForMultimodalLM,
-    PretrainedConfig,
-    PreTrainedModel,
-)
-from transformers.models.auto import modeling_auto
+from transformers import PreTrainedModel
 
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.decoder_layers import drop_other_parts_
-from workflow.lib.checkpoints.files.attention_needs import ATTENTION_DROPOUT
-from workflow.lib.checkpoints.files.config_file import read_bounded
-from workflow.lib.checkpoints.files.quantization_settings import QUANTIZATION, quantization_of
-from workflow.lib.checkpoints.loading import differing_ties
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.kernels.nf4.decode import NESTED_BLOCK_SIZE
 from workflow.lib.model.experts.fused_experts import replace_experts_
@@ -48,106 +32,22 @@ from workflow.lib.model.layers.nf4_linear import (
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.undocumented_interfaces import MODEL_PACKAGES, check_interfaces
 
-# In order of precedence: some multimodal models have a text class of their own.
-TABLES: dict[type[Any], dict[str, Any]] = {
-    AutoModelForCausalLM: modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    AutoModelForImageTextToText: modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-    AutoModelForMultimodalLM: modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
-}
-
-
-def is_built(config: PretrainedConfig) -> bool:
-    """Tell whether an auto class builds the model of a configuration."""
-    return any(config.model_type in table for table in TABLES.values())
-
-
-def auto_class(config: PretrainedConfig) -> type[Any]:
-    """Return the auto class of a configuration; without one that of causal LMs, which raises."""
-    found = (one for one, table in TABLES.items() if config.model_type in table)
-    return next(found, AutoModelForCausalLM)
-
-
 # Transformers' mark of tensors that initialization skips. Checkpoints fill all parameters, and
 # families cannot initialize a sharded one.
 HAS_ITS_VALUE = "_is_hf_initialized"
 
 
-def build_on_meta(
-    folder: Path, *, dtype: torch.dtype, attention: str = "eager", attention_dropout: bool = True
-) -> PreTrainedModel:
-    """Build the causal LM that Transformers loads from `folder`, without memory, in `dtype`.
-
-    Embedding and head are tied as it ties them; its configuration has quantization settings only
-    where weights are packed. A config.json alone is enough. attention: `eager`, which every family
-    has, unless the model is to compute. attention_dropout: whether training drops attention weights
-    as the family does. Raises `UserError` if Transformers knows no such model, it needs code from
-    the folder, or the family lacks the attention."""
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        path = folder / "config.json"
-        if quantization_of(read_bounded(path), path) is None:
-            for part in (config, config.get_text_config()):
-                part.__dict__.pop(QUANTIZATION, None)
-        return_states_alone_(config)
-        if not attention_dropout:
-            drop_no_attention_(config)
-        model = build_config_on_meta(config, dtype=dtype, attention=attention)
-        if differing_ties(model, folder):
-            for part in (config, config.get_text_config()):
-                part.tie_word_embeddings = False
-            model = build_config_on_meta(config, dtype=dtype, attention=attention)
-        return model
-    except UserError:  # a ValueError too
-        raise
-    except (ValueError, KeyError, OSError) as error:
-        if "trust_remote_code" in str(error):
-            raise UserError(
-                f"{folder}/config.json describes a model that is code of its own repository, which "
-                "is never run. Choose a model.source that Transformers knows."
-            ) from None
-        raise UserError(
-            f"{folder}/config.json does not describe a causal language model that Transformers can "
-            f"build with {attention} attention ({error}). Check model.source and model.attention."
-        ) from None
-
-
-def return_states_alone_(config: PretrainedConfig) -> None:
-    """Make a model return only its last states, by name, whatever its config asks for."""
-    for part in (config, config.get_text_config()):
-        part.return_dict, part.output_attentions, part.output_hidden_states = True, False, False
-
-
-def drop_no_attention_(config: PretrainedConfig) -> None:
-    """Turn off dropout of attention weights in training."""
-    for part in (config, config.get_text_config()):
-        for name in {*ATTENTION_DROPOUT} & {*part.to_dict()}:
-            setattr(part, name, 0.0)
-
-
-def build_config_on_meta(
-    config: PretrainedConfig, *, dtype: torch.dtype, attention: str = "eager"
-) -> PreTrainedModel:
-    """Build the causal LM of a configuration without memory; raises Transformers' errors."""
-    with torch.device("meta"):
-        model: PreTrainedModel = auto_class(config).from_config(
-            config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
-        )
-    return model
-
-
 def build_nf4_on_meta(
-    folder: Path, *, compute_dtype: torch.dtype, attention: str, attention_dropout: bool = True
+    base: Checkpoint, *, compute_dtype: torch.dtype, attention: str, attention_dropout: bool = True
 ) -> PreTrainedModel:
-    """Build an NF4 checkpoint's model on meta (as `build_on_meta`): `NF4Linear`s, everything
-    frozen. Raises `UserError` if quantized tensors and linears do not correspond, or if an
-    installed package lacks an interface."""
+    """Build a base's model on meta (as `Checkpoint.build`): `NF4Linear`s, everything frozen. Raises
+    `UserError` if quantized tensors and linears do not correspond, or if an installed package lacks
+    an interface."""
     check_interfaces(*MODEL_PACKAGES)
-    model = build_on_meta(
-        folder, dtype=compute_dtype, attention=attention, attention_dropout=attention_dropout
-    )
+    model = base.build(compute_dtype, attention=attention, attention_dropout=attention_dropout)
     drop_other_parts_(model)
     keep_in_float32_(model)
-    with CheckpointReader(folder) as reader:
+    with base.stored() as reader:
         specs = read_specs(reader)
     return replace_linears_(model, specs, compute_dtype=compute_dtype)
 
@@ -305,29 +205,24 @@ def local_range(param: torch.Tensor) -> tuple[int, int]:
 
 @torch.no_grad()
 def load_weights_(
-    model: nn.Module,
-    folder: Path,
-    *,
-    moved: Callable[[], None] = lambda: None,
-    reader: CheckpointReader | None = None,
+    model: nn.Module, reader: CheckpointReader, *, moved: Callable[[], None] = lambda: None
 ) -> int:
-    """Fill every frozen parameter's slice and every stored buffer from the NF4 checkpoint, and call
+    """Fill every frozen parameter's slice and every stored buffer from an open checkpoint, and call
     `moved` after each. Return the bytes read. Raises `UserError` for a missing tensor. model:
-    inside any PEFT wrapper. reader: if names are not the model's."""
+    inside any PEFT wrapper."""
     read = 0
-    with reader or CheckpointReader(folder) as reader:
-        for path, linear in nf4_linears(model):
-            read += _load_nf4_(linear, checkpoint_name(path), reader)
-            moved()
-        for name, param in plain_parameters(model):
-            start, stop = local_range(param)
-            rows = reader.rows(checkpoint_name(name), start, stop)
-            local(param).copy_(rows)
-            read += rows.nbytes
-            moved()
-        for name, buffer in stored_buffers(model):
-            buffer.copy_(reader.tensor(checkpoint_name(name)))
-            read += buffer.nbytes
+    for path, linear in nf4_linears(model):
+        read += _load_nf4_(linear, checkpoint_name(path), reader)
+        moved()
+    for name, param in plain_parameters(model):
+        start, stop = local_range(param)
+        rows = reader.rows(checkpoint_name(name), start, stop)
+        local(param).copy_(rows)
+        read += rows.nbytes
+        moved()
+    for name, buffer in stored_buffers(model):
+        buffer.copy_(reader.tensor(checkpoint_name(name)))
+        read += buffer.nbytes
     return read
 
 

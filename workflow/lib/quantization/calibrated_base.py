@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from workflow.lib.artifacts.records import CalibrationFacts, HeldoutLosses
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.expert_stacks import experts_modules
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.data.encoding.tokenizer import load_tokenizer
@@ -180,7 +181,7 @@ MOST_BYTES = 2**32  # of a calibration text, which is read whole
 def calibration_batches(
     settings: QuantizeConfig,
     store: TokenStore,
-    model: Path,
+    model: Checkpoint,
     *,
     device: torch.device,
     eager_heads: int = 0,
@@ -192,7 +193,9 @@ def calibration_batches(
     size = rows_at_once(store.seq_len, eager_heads=eager_heads)
     general: list[Batch] = []
     if settings.calibration_text is not None:
-        ids = text_rows(settings.calibration_text, model, tokens=wanted // 2, width=store.seq_len)
+        ids = text_rows(
+            settings.calibration_text, model.folder, tokens=wanted // 2, width=store.seq_len
+        )
         general = _batches(ids, None, device, size=size)
         wanted -= ids.size
     return _training_batches(store, tokens=wanted, device=device, size=size) + general
@@ -296,8 +299,8 @@ SCALE_COPIES, BLOCK_SIZE = 5, 64
 
 @dataclass(frozen=True)
 class CalibrationInputs:
-    model: Path  # folder of the original model
-    reader: CheckpointReader  # of that folder
+    model: Checkpoint  # the original
+    reader: CheckpointReader  # of it
     store: TokenStore
     linears: dict[str, tuple[int, int]]  # path and shape of all linears to quantize
     device: torch.device

@@ -9,20 +9,18 @@ mapping for all layers (keys and values that later layers attend to)."""
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.decoder_layers import decoder_layers, drop_other_parts_
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
-from workflow.lib.kernels.attention.attention_choice import (
-    FLEX,
-)
-from workflow.lib.model.backends import read_attention_needs, resolve_training_attention
+from workflow.lib.kernels.attention.attention_choice import FLEX
+from workflow.lib.model.backends import resolve_training_attention
 from workflow.lib.model.layers.adapter_dropout import AdapterState
-from workflow.lib.model.nf4_model import allocate_, build_on_meta, compute_buffers_, stored_buffers
+from workflow.lib.model.nf4_model import allocate_, compute_buffers_, stored_buffers
 from workflow.lib.model.prepared_decoder import PreparedDecoder, documents_in
 from workflow.lib.quantization.layer_inputs import Counted, counted_tokens
 from workflow.lib.system.errors import UserError
@@ -229,7 +227,7 @@ class LayerStream:
 
     def __init__(
         self,
-        folder: Path,
+        source: Checkpoint,
         reader: CheckpointReader,
         *,
         device: torch.device,
@@ -238,12 +236,12 @@ class LayerStream:
     ) -> None:
         """attention: of rows of one document; None: stock Transformers' for the model."""
         self.reader, self._device = reader, device
-        self._alone = attention or attention_of(folder)
-        needs = replace(read_attention_needs(folder), dropout=0.0)
+        self._alone = attention or source.attention_needs.stock
+        needs = replace(source.attention_needs, dropout=0.0)
         self.attention_of_packed = resolve_training_attention(
             "auto", device, needs, compute_dtype=dtype
         ).name
-        self.model = build_on_meta(folder, dtype=dtype, attention=self._alone)
+        self.model = source.build(dtype, attention=self._alone)
         drop_other_parts_(self.model)
         self.model.eval().requires_grad_(False)
         self.model.config.use_cache = False
@@ -352,9 +350,3 @@ class LayerStream:
         finally:
             for stand_in in self._stand_ins:
                 stand_in.turn = NO_TURN
-
-
-def attention_of(folder: Path) -> str:
-    """Return the attention of stock Transformers that computes the family's function."""
-    needs = read_attention_needs(folder)
-    return "eager" if needs.softcap or needs.sinks or needs.no_sdpa else "sdpa"

@@ -5,7 +5,6 @@ Per linear: `weight` uint8 (n/2, 1), `weight.absmax`, `weight.quant_map`, with d
 (packed JSON); a stack of experts alike (`nf4_codes`). All else is copied. The bytes of a base
 published in NF4 are kept, if the engine can compute with them."""
 
-import json
 import re
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -20,22 +19,20 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.converted_reader import ConvertedReader
 from workflow.lib.checkpoints.decoder_layers import other_parts
 from workflow.lib.checkpoints.expert_stacks import ExpertStack, expert_stacks, routers
 from workflow.lib.checkpoints.files.model_files import (
     PROCESSOR_PATTERN,
     TOKENIZER_PATTERNS,
-    WEIGHTS,
 )
-from workflow.lib.checkpoints.files.quantization_settings import TEXT_PART, without_quantization
 from workflow.lib.checkpoints.files.safetensors_headers import INDEX
-from workflow.lib.checkpoints.loading import is_tied
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.kernels.nf4.decode import NESTED_BLOCK_SIZE
 from workflow.lib.model.layers.nf4_linear import NF4Spec
 from workflow.lib.model.lora import IN_16_BITS, takes_adapter
-from workflow.lib.model.nf4_model import build_on_meta, replace_linears_
+from workflow.lib.model.nf4_model import replace_linears_
 from workflow.lib.quantization.nf4_codes import quantize_stack
 from workflow.lib.settings.config import QuantizeConfig
 from workflow.lib.system.errors import UserError, setting_error
@@ -43,8 +40,6 @@ from workflow.lib.system.files import atomic_path, write_json
 
 BLOCK_OF_BITSANDBYTES = 64  # weights a scale; `BitsAndBytesConfig` (Transformers 5.23) has no other
 SHARD_BYTES = 2**30  # bounds the host memory before a write
-
-TIE = "tie_word_embeddings"
 
 # Files of a complete model folder besides its weights.
 COMPANION_PATTERNS = ("generation_config.json", PROCESSOR_PATTERN, *TOKENIZER_PATTERNS)
@@ -166,21 +161,22 @@ def quantized_tensors(
         yield name, {f"{path}.{suffix}": part for suffix, part in parts.items()}
 
 
-def write_plain_base(source: Path, target: Path, settings: QuantizeConfig) -> None:
+def write_plain_base(
+    source: Checkpoint, target: Path, settings: QuantizeConfig, *, shard_bytes: int = SHARD_BYTES
+) -> None:
     """Write the NF4 base of a small model to a new folder, without records, on the CPU."""
     target.mkdir(parents=True)
-    writer = ShardWriter(target, shard_bytes=SHARD_BYTES)
-    model = build_on_meta(source, dtype=torch.float32)
-    linears, stacks = quantizable_linears(model), expert_stacks(model)
-    check_model(model, linears)
-    with ConvertedReader(source, model) as reader:
-        cpu = torch.device("cpu")
-        for _, parts in quantized_tensors(reader, linears, settings, device=cpu, stacks=stacks):
+    writer = ShardWriter(target, shard_bytes=shard_bytes)
+    linears, cpu = quantizable_linears(source.model), torch.device("cpu")
+    check_model(source.model, linears)
+    with source.weights() as reader:
+        for _, parts in quantized_tensors(
+            reader, linears, settings, device=cpu, stacks=source.stacks
+        ):
             writer.add(parts)
     writer.close()
-    kept = modules_in_16_bits(model)
-    config = nf4_config(read_model_config(source), settings, in_16_bits=kept)
-    write_json(target / "config.json", config)
+    kept = modules_in_16_bits(source.model)
+    write_json(target / "config.json", nf4_config(source.plain_config, settings, in_16_bits=kept))
 
 
 class ShardWriter:
@@ -279,27 +275,6 @@ def copy_companions(source: Path, target: Path) -> None:
             copy = target / path.relative_to(source)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, copy)
-
-
-def read_settings(path: Path) -> dict[str, Any]:
-    try:
-        settings: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read as JSON ({error}). Check model.source.") from None
-    return settings
-
-
-def read_model_config(folder: Path) -> dict[str, Any]:
-    """Read a model folder's `config.json`; raises `UserError` if it is absent, broken, or of a
-    quantized model that cannot be decoded. The result has no quantization settings, as packed
-    weights are decoded on reading, and ties as Transformers has them for these tensors."""
-    path = folder / "config.json"
-    config = without_quantization(read_settings(path), path)
-    config.pop(WEIGHTS, None)  # a file that the written model has not
-    if config.get(TIE) is not False and not is_tied(build_on_meta(folder, dtype=torch.bfloat16)):
-        part = config.get(TEXT_PART)
-        config |= {TIE: False} | ({TEXT_PART: part | {TIE: False}} if part else {})
-    return config
 
 
 ORIGINAL = "Set model.source to the original bf16, fp16 or fp32 checkpoint"

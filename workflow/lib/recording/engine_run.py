@@ -22,6 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.decoder_layers import decoder_layers, drop_other_parts_
 from workflow.lib.distributed.fsdp import forward_only
 from workflow.lib.distributed.world import World, process_mesh
@@ -30,7 +31,7 @@ from workflow.lib.kernels.attention.flex_masks import RECORDED_LENGTHS
 from workflow.lib.model.architecture.layer_choice import LayerChoice
 from workflow.lib.model.host_embedding import other_tables
 from workflow.lib.model.layers.rotary_by_document import RotaryByDocument
-from workflow.lib.model.nf4_model import allocate_, build_on_meta
+from workflow.lib.model.nf4_model import allocate_
 from workflow.lib.model.recomputation import recompute_without_draws_
 from workflow.lib.objectives.from_settings import objective_of
 from workflow.lib.planning.memory.allocation_tape import CHECKS, LOAD, STEPS, Tape
@@ -321,8 +322,8 @@ def _stock_model(config: Mapping[str, Any], plan: StepPlan) -> PreTrainedModel:
     drops = plan.attention_dropout and plan.attention in ("sdpa", "eager")
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
-        model = build_on_meta(
-            Path(folder), dtype=dtype_of(plan), attention=plan.attention, attention_dropout=drops
+        model = Checkpoint(Path(folder)).build(
+            dtype_of(plan), attention=plan.attention, attention_dropout=drops
         )
     drop_other_parts_(model)
     return model

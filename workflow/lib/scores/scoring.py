@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from workflow.lib.data.encoding.tokenizer import load_tokenizer
 from workflow.lib.data.tokens.packing import text_lengths
@@ -278,11 +278,6 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], 
     """Return the ids of a text, with and without the special tokens around it."""
     around, alone = (tokenizer(text, add_special_tokens=x).input_ids for x in (True, False))
     return around, alone
-
-
-def vocabulary_size(folder: Path) -> int:
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    return int(config.get_text_config().vocab_size)
 
 
 def check_top_k(top_k: int, vocabulary: int) -> None:

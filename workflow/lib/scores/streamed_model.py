@@ -6,17 +6,15 @@ are measured with such a model."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from workflow.lib.checkpoints.converted_reader import ConvertedReader
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.data.tokens.token_store import Document
 from workflow.lib.distributed.work_sharing import shared_out
 from workflow.lib.distributed.world import World
-from workflow.lib.model.nf4_model import build_on_meta
 from workflow.lib.quantization.calibration import SummedLoss, document_losses
 from workflow.lib.quantization.layer_stream import Batch, LayerStream
 from workflow.lib.scores.scoring import HeldoutSums, Row, scores_of
@@ -33,14 +31,14 @@ class StreamedModel:
 
     def __init__(
         self,
-        folder: Path,
+        source: Checkpoint,
         *,
         device: torch.device,
         dtype: torch.dtype,
         attention: str | None = None,
     ) -> None:
         """attention: the implementation; None: stock Transformers' for the family."""
-        self._folder, self._device, self._dtype = folder, device, dtype
+        self._source, self._device, self._dtype = source, device, dtype
         self._attention = attention
         self.moved: Callable[[], None] = lambda: None
 
@@ -76,10 +74,9 @@ class StreamedModel:
     @contextmanager
     def stream(self) -> Iterator[LayerStream]:
         """Open the model's files; tensors outside of its layers are read at once."""
-        model = build_on_meta(self._folder, dtype=self._dtype)
-        with ConvertedReader(self._folder, model) as reader:
+        with self._source.weights() as reader:
             yield LayerStream(
-                self._folder,
+                self._source,
                 reader,
                 device=self._device,
                 dtype=self._dtype,

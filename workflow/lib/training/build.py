@@ -16,6 +16,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.decoder_layers import decoder_layers
 from workflow.lib.distributed.fsdp import shard_
 from workflow.lib.distributed.packed_layers import PackedLayers, gather_layers_
@@ -23,7 +24,6 @@ from workflow.lib.distributed.world import World, decide_kernels
 from workflow.lib.model.activation_offload import ActivationOffload
 from workflow.lib.model.architecture.layer_choice import LayerChoice
 from workflow.lib.model.backends import (
-    read_attention_needs,
     resolve_dtype,
     resolve_matmul_dtype,
     resolve_training_attention,
@@ -96,10 +96,10 @@ class TrainingModel:
         return trainable, linears + plain + on_host
 
 
-def plan_of_device(plan: StepPlan, base: Path, config: RunConfig, world: World) -> StepPlan:
+def plan_of_device(plan: StepPlan, base: Checkpoint, config: RunConfig, world: World) -> StepPlan:
     """Return the plan with the settings' dtypes and attention on this device. Collective."""
     settings, device = config.model, world.device
-    dtype, needs = resolve_dtype(settings.compute_dtype, device), read_attention_needs(base)
+    dtype, needs = resolve_dtype(settings.compute_dtype, device), base.attention_needs
     asked = needs.with_dropout(settings.attention_dropout)
     resolve = partial(
         resolve_training_attention, settings.attention, device, asked, compute_dtype=dtype
@@ -119,7 +119,7 @@ def plan_of_device(plan: StepPlan, base: Path, config: RunConfig, world: World) 
 
 
 def build_training_model(
-    base: Path,
+    base: Checkpoint,
     config: RunConfig,
     plan: StepPlan,
     world: World,
@@ -127,7 +127,7 @@ def build_training_model(
     start: Path | None = None,
     moved: Callable[[], None] = lambda: None,
 ) -> TrainingModel:
-    """Build the run's model on this process. Collective. base: NF4 folder; plan: of
+    """Build the run's model on this process. Collective. base: in NF4; plan: of
     `preflight.json`, for this device; start: folder of a continued adapter; moved: called after
     every tensor that was read. Raises `UserError` if the base does not fit its config, the targets
     or the adapter."""
@@ -156,15 +156,16 @@ def build_training_model(
     )
     training, packed = assembled.training, assembled.packed_layers
     materialize_(training, transformers_model=model, device=world.device)
-    bytes_read = load_weights_(model, base, moved=moved)
-    bytes_read += packed.load_(base, moved=moved) if packed else 0
-    if start is None:
-        init_adapters_(training, seed=config.train.seed, base=base)
-    else:
-        load_start_(training, start, config, base=base)
-    rows_of = None
-    if plan.offload_embedding:
-        rows_of = StoredRows(model, base, device=world.device, dtype=dtype)
+    with base.stored() as reader:
+        bytes_read = load_weights_(model, reader, moved=moved)
+        bytes_read += packed.load_(reader, moved=moved) if packed else 0
+        if start is None:
+            init_adapters_(training, seed=config.train.seed, base=reader)
+        else:
+            load_start_(training, start, config, base=reader)
+        rows_of = None
+        if plan.offload_embedding:
+            rows_of = StoredRows(model, reader, device=world.device, dtype=dtype)
     complete_(training, plan, rows_of=rows_of)
     return replace(assembled, bytes_read=bytes_read, continues=start is not None)
 

@@ -35,19 +35,21 @@ OWN_NAME = re.compile(r"\.(lora_A|lora_B|lora_magnitude_vector|modules_to_save)\
 
 
 @torch.no_grad()
-def load_start_(training: nn.Module, folder: Path, config: RunConfig, *, base: Path) -> None:
-    """Fill this process's slices of all trained tensors from the adapter in `folder`. base: folder
-    of the NF4 base. Raises `UserError` naming the tensors that do not fit."""
+def load_start_(
+    training: nn.Module, folder: Path, config: RunConfig, *, base: CheckpointReader
+) -> None:
+    """Fill this process's slices of all trained tensors from the adapter in `folder`. base: the
+    NF4 base. Raises `UserError` naming the tensors that do not fit."""
     error = partial(setting_error, "train.start_from", config.train.start_from)
     places = _places(training)
-    with _AdapterReader(folder) as reader, CheckpointReader(base) as own:
+    with _AdapterReader(folder) as reader:
         stored: dict[str, str] = {}
         for name in reader.names():
             if (plain := plain_name(name)) in stored:
                 raise error(f"{name} and {stored[plain]} are one tensor", "Remove one of them")
             stored[plain] = name
         stored = of_this_class(stored, places)
-        if findings := _findings(reader, stored, places, own):
+        if findings := _findings(reader, stored, places, base):
             raise error(
                 f"this adapter does not fit model.source and the section lora: {findings}",
                 "Check that model.source is the model that it was trained on, and that "

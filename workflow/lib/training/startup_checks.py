@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from workflow.lib.artifacts.training_record import Check
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.decoder_layers import decoder_layers
-from workflow.lib.checkpoints.loading import said_by
-from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
+from workflow.lib.checkpoints.meta_model import said_by
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.fsdp import forward_only
 from workflow.lib.distributed.weight_checks import fair_share, local_bytes, mismatched_tensors
@@ -82,7 +81,7 @@ def check_inputs(
 def startup_checks(
     model: TrainingModel,
     store: TokenStore,
-    base: Path,
+    base: Checkpoint,
     world: World,
     *,
     moved: Callable[[], None] = lambda: None,
@@ -116,9 +115,9 @@ def _forward_first_row(training: CausalLMForTraining, store: TokenStore, world: 
 
 
 def _check_weights(
-    model: TrainingModel, base: Path, world: World, *, moved: Callable[[], None]
+    model: TrainingModel, base: Checkpoint, world: World, *, moved: Callable[[], None]
 ) -> Check:
-    with CheckpointReader(base) as reader:
+    with base.stored() as reader:
         wrong = mismatched_tensors(
             model.training, model.units, reader, world, masters=not model.continues, moved=moved
         )
@@ -128,8 +127,9 @@ def _check_weights(
     if wrong:
         raise UserError(
             f"{len(wrong)} tensors differ from the checkpoint after gathering, first {wrong[0]}: "
-            f"the weights would be silently wrong. Check the files in {base} (SHA256SUMS); if they "
-            "are whole, report this with your versions of torch and NCCL."
+            "the weights would be silently wrong. Check the files in "
+            f"{base.folder} (SHA256SUMS); if they are whole, report this with your versions of "
+            "torch and NCCL."
         )
     return _check(
         f"gathered bytes equal checkpoint bytes ({count} tensors, {world.size} processes)",

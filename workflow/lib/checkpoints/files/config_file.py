@@ -4,7 +4,7 @@ A config.json may hold any value. So sizes are compared with bounds before Trans
 of that length, and unsupported models are refused by name."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,11 @@ def read_config(path: Path) -> dict[str, Any]:
     return without_quantization(read_bounded(path), path)
 
 
-def read_bounded(path: Path) -> dict[str, Any]:
-    """Read any config.json, with sizes in bounds and floats as in `with_infinities`. Raises
-    `UserError` if it is no JSON object, or a size is beyond `LARGEST_SIZES`."""
+def read_bounded(
+    path: Path, *, constant: Callable[[str], Any] = lambda x: {INFINITE: x}
+) -> dict[str, Any]:
+    """Read any config.json, with sizes in bounds; constant: makes infinities and NaN of their JSON
+    names. Raises `UserError` if it is no JSON object, or a size is beyond `LARGEST_SIZES`."""
 
     def checked(content: dict[str, Any]) -> dict[str, Any]:
         check_bounds(content, path)
@@ -44,7 +46,7 @@ def read_bounded(path: Path) -> dict[str, Any]:
 
     try:
         text = read_input(path, most_bytes=MAX_CONFIG_BYTES)
-        config = json.loads(text, object_hook=checked, parse_constant=lambda x: {INFINITE: x})
+        config = json.loads(text, object_hook=checked, parse_constant=constant)
     except UserError:  # a ValueError too
         raise
     except (ValueError, RecursionError) as error:
@@ -52,6 +54,15 @@ def read_bounded(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise UserError(f"{path} is no JSON object: it describes no model. Check model.source.")
     return config
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Read a JSON file beside a model's config.json."""
+    try:
+        settings: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read as JSON ({error}). Check model.source.") from None
+    return settings
 
 
 def with_infinities(content: Any) -> Any:

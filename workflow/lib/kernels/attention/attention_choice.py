@@ -30,6 +30,11 @@ class AttentionNeeds:
     """Its layers compute all scores themselves: no other implementation serves it."""
     no_sdpa: bool = False  # its class excludes sdpa
 
+    @property
+    def stock(self) -> str:
+        """The attention of stock Transformers that computes the family's function."""
+        return "eager" if self.softcap or self.sinks or self.no_sdpa else "sdpa"
+
     def with_dropout(self, attention_dropout: str | int) -> "AttentionNeeds":
         """Return the needs of a training with this `model.attention_dropout`."""
         return self if attention_dropout == FAMILY else replace(self, dropout=0.0)

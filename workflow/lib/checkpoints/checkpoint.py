@@ -1,0 +1,230 @@
+"""A model's folder as one object: config, names of tensors, class without weights, readers.
+
+A folder is read at first use, and once. So who opens a model passes it on as a `Checkpoint`, and
+nobody asks the folder again."""
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
+
+from workflow.lib.checkpoints.converted_reader import ConvertedReader, ModuleNames
+from workflow.lib.checkpoints.decoded_reader import DecodedReader
+from workflow.lib.checkpoints.decoder_layers import other_parts
+from workflow.lib.checkpoints.expert_stacks import ExpertStack
+from workflow.lib.checkpoints.files.attention_needs import attention_needs
+from workflow.lib.checkpoints.files.config_file import read_bounded
+from workflow.lib.checkpoints.files.model_files import CONFIG, WEIGHTS
+from workflow.lib.checkpoints.files.quantization_settings import (
+    QUANTIZATION,
+    TEXT_PART,
+    quantization_of,
+    said_of_quantization,
+    without_quantization,
+)
+from workflow.lib.checkpoints.files.safetensors_headers import TensorInfo
+from workflow.lib.checkpoints.loaded_files import loaded_files, loaded_tensors
+from workflow.lib.checkpoints.meta_model import (
+    build_config_on_meta,
+    drop_no_attention_,
+    is_tied,
+    return_states_alone_,
+)
+from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
+from workflow.lib.kernels.attention.attention_choice import AttentionNeeds
+from workflow.lib.system.checksums import RecordedFile, downloaded_files
+from workflow.lib.system.errors import UserError
+
+TIE = "tie_word_embeddings"
+ROWS = 4096  # of two tables, compared at a time
+
+
+class Checkpoint:
+    """A folder with a model: published, merged, or an NF4 base (`is_nf4`)."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.config_path = folder, folder / CONFIG
+        self._untied: bool | None = None  # whether tables differ that the class ties
+
+    @classmethod
+    def open(cls, folder: Path) -> Self:
+        """Return the published model in a folder. Raises `UserError` for missing or broken files, a
+        config.json that is out of bounds, and a quantization that cannot be decoded."""
+        checkpoint = cls(folder)
+        assert checkpoint.files
+        without_quantization(checkpoint.config, checkpoint.config_path)
+        return checkpoint
+
+    @cached_property
+    def files(self) -> list[Path]:
+        """The files of weights that Transformers reads, in its order."""
+        return loaded_files(self.folder)
+
+    @cached_property
+    def tensors(self) -> dict[str, TensorInfo]:
+        """Type, shape and file of each tensor that Transformers reads, by stored name."""
+        return loaded_tensors(self.folder)
+
+    @cached_property
+    def recorded(self) -> list[RecordedFile]:
+        """The files of a download with the SHA-256 of its record; none for a user's own folder."""
+        return downloaded_files(self.folder)
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The stored config.json, its sizes in bounds; never change it."""
+        return read_bounded(self.config_path, constant=float)
+
+    @property
+    def stated_quantization(self) -> dict[str, Any]:
+        """What config.json says of quantization, true or not; {} for nothing."""
+        return said_of_quantization(self.config) or {}
+
+    @cached_property
+    def is_packed(self) -> bool:
+        """Whether weights are packed, whatever config.json says."""
+        return quantization_of(self.config, self.config_path) is not None
+
+    @property
+    def is_nf4(self) -> bool:
+        """Whether the engine trains on the stored bytes."""
+        return self.is_packed and bool(self.stated_quantization.get("load_in_4bit"))
+
+    @cached_property
+    def plain_config(self) -> dict[str, Any]:
+        """The config.json of a copy with decoded weights: without quantization, tied as this model
+        is. Never change it."""
+        config = without_quantization(self.config, self.config_path)
+        config.pop(WEIGHTS, None)  # a file that the copy has not
+        if config.get(TIE) is not False and not is_tied(self.model):
+            part = config.get(TEXT_PART)
+            config |= {TIE: False} | ({TEXT_PART: part | {TIE: False}} if part else {})
+        return config
+
+    @cached_property
+    def attention_needs(self) -> AttentionNeeds:
+        """The model's attention needs, defaults of its class included."""
+        config, kind = self.config, self.config.get("model_type")
+        if kind is not None and kind in CONFIG_MAPPING:
+            whole = CONFIG_MAPPING[kind].from_pretrained(self.folder, local_files_only=True)
+            config = whole.to_dict()
+        return attention_needs(config)
+
+    @property
+    def vocabulary_size(self) -> int:
+        return int(self._transformers_config().get_text_config().vocab_size)
+
+    @cached_property
+    def model(self) -> PreTrainedModel:
+        """The model without values, in bf16; never change it (`build` makes another one)."""
+        return self.build(torch.bfloat16)
+
+    @cached_property
+    def names(self) -> ModuleNames:
+        return ModuleNames(self.model)
+
+    @property
+    def stacks(self) -> dict[str, ExpertStack]:
+        """The stacks of experts by the path of their parameter."""
+        return self.names.stacks
+
+    @cached_property
+    def other_parts(self) -> list[str]:
+        """Paths of the parts that text never passes."""
+        return other_parts(self.model)
+
+    def stored(self, *, recorded: bool = False) -> CheckpointReader:
+        """Open the tensors as they are stored; recorded: compare each file with its record."""
+        return CheckpointReader(self.folder, recorded=self.recorded if recorded else ())
+
+    def decoded(self) -> DecodedReader:
+        """Open the tensors in 16 bits, by stored names."""
+        return DecodedReader(self.folder, self.tensors, self.stated_quantization)
+
+    def weights(self, *, recorded: bool = False, finite: bool = False) -> ConvertedReader:
+        """Open the tensors in 16 bits, by names of the modules; finite: refuse infinity and NaN,
+        and hash files without a record."""
+        return ConvertedReader(
+            self.folder,
+            self.tensors,
+            self.stated_quantization,
+            self.names,
+            recorded=self.recorded if recorded else (),
+            finite=finite,
+        )
+
+    def reader(self) -> CheckpointReader:
+        """Open the tensors that the engine holds: NF4 as stored, all else as `weights`."""
+        return self.stored() if self.is_nf4 else self.weights()
+
+    def build(
+        self, dtype: torch.dtype, *, attention: str = "eager", attention_dropout: bool = True
+    ) -> PreTrainedModel:
+        """Build the causal LM that Transformers loads from here, without memory, in `dtype`.
+
+        Embedding and head are tied as it ties them; its configuration has quantization settings
+        only where weights are packed. A config.json alone is enough. attention: `eager`, which
+        every family has, unless the model is to compute. attention_dropout: whether training drops
+        attention weights as the family does. Raises `UserError` if Transformers knows no such
+        model, it needs code from the folder, or the family lacks the attention."""
+        try:
+            config = self._transformers_config()
+            return_states_alone_(config)
+            if not attention_dropout:
+                drop_no_attention_(config)
+            if self._untied is None:
+                model = build_config_on_meta(config, dtype=dtype, attention=attention)
+                self._untied = self._tied_tables_differ(model)
+                if not self._untied:
+                    return model
+            if self._untied:
+                for part in (config, config.get_text_config()):
+                    part.tie_word_embeddings = False
+            return build_config_on_meta(config, dtype=dtype, attention=attention)
+        except UserError:  # a ValueError too
+            raise
+        except (ValueError, KeyError, OSError) as error:
+            if "trust_remote_code" in str(error):
+                raise UserError(
+                    f"{self.config_path} describes a model that is code of its own repository, "
+                    "which is never run. Choose a model.source that Transformers knows."
+                ) from None
+            raise UserError(
+                f"{self.config_path} does not describe a causal language model that Transformers "
+                f"can build with {attention} attention ({error}). Check model.source and "
+                "model.attention."
+            ) from None
+
+    def _transformers_config(self) -> PretrainedConfig:
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            self.folder, local_files_only=True, trust_remote_code=False
+        )
+        if not self.is_packed:
+            for part in (config, config.get_text_config()):
+                part.__dict__.pop(QUANTIZATION, None)
+        return config
+
+    def _tied_tables_differ(self, model: PreTrainedModel) -> bool:
+        """Tell whether two tables that the class ties are stored with other values: Transformers
+        compares them too, and does not tie them then."""
+        if not model.all_tied_weights_keys or not any(self.folder.glob("*.safetensors")):
+            return False
+        names = ModuleNames(model)
+        with self.decoded() as reader:
+            stored = {names.of(name): name for name in reader.names()}
+            return any(
+                first in stored
+                and second in stored
+                and not _equal(reader, stored[first], stored[second])
+                for first, second in model.all_tied_weights_keys.items()
+            )
+
+
+def _equal(reader: DecodedReader, first: str, second: str) -> bool:
+    shape = reader.shape(first)
+    return shape == reader.shape(second) and all(
+        torch.equal(reader.rows(first, row, row + ROWS), reader.rows(second, row, row + ROWS))
+        for row in range(0, shape[0], ROWS)
+    )
