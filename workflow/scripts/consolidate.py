@@ -36,9 +36,7 @@ from workflow.lib.settings.config import ExportConfig, RunConfig
 from workflow.lib.system.artifact_files import read_artifact
 from workflow.lib.system.checksums import (
     RecordedFile,
-    check_files,
     listed_files,
-    without_weights,
 )
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import new_folder, write_checked_json, write_checksums
@@ -54,7 +52,6 @@ def main(args: argparse.Namespace) -> None:
     trained = RecordedFile(args.finetune, "parity.safetensors", summary.parity_sha256)
     check_recorded([*listed_files(args.base), trained])
     original, base = Checkpoint.open(args.model), Checkpoint(args.base)
-    check_files(without_weights(original.recorded))
     adapter = Trained(
         read_sharded_adapter(args.finetune / "adapter"),
         read_artifact(args.finetune / "adapter_config.json"),

@@ -18,7 +18,6 @@ from workflow.lib.system.artifact_files import read_artifact
 from workflow.lib.system.checksums import (
     check_files,
     listed_files,
-    without_weights,
 )
 from workflow.lib.system.files import new_folder, write_checksums, write_text
 from workflow.lib.training.chosen_checkpoint import GO_BACK, chosen_checkpoint
@@ -54,7 +53,6 @@ def write_adapter(args: argparse.Namespace, folder: Path) -> None:
         args.checkpoints, args.step, setting="export.steps", change=GO_BACK
     )
     original = Checkpoint.open(args.model)
-    check_files(without_weights(original.recorded))
     trained_config = read_artifact(args.adapter_config)
     if trained_config.get("modules_to_save"):  # whose other tensors are the base's
         check_files(listed_files(args.base))

@@ -8,7 +8,6 @@ import logging
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.export.extended_model import write_extended
 from workflow.lib.settings.config import ModelConfig
-from workflow.lib.system.checksums import check_files, without_weights
 from workflow.lib.system.files import new_folder
 from workflow.scripts.command import run, stage_parser
 
@@ -18,7 +17,6 @@ logger = logging.getLogger("workflow")
 def main(args: argparse.Namespace) -> None:
     tokens = ModelConfig.model_validate(args.config["model"]).add_tokens
     source = Checkpoint.open(args.model)
-    check_files(without_weights(source.recorded))
     with new_folder(args.output) as folder:
         added = write_extended(source, folder, tokens)
     logger.info("added %s as tokens %d to %d", ", ".join(tokens), added.start, added.stop - 1)

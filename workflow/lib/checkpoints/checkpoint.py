@@ -34,7 +34,12 @@ from workflow.lib.checkpoints.meta_model import (
 )
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.kernels.attention.attention_choice import AttentionNeeds
-from workflow.lib.system.checksums import RecordedFile, downloaded_files
+from workflow.lib.system.checksums import (
+    RecordedFile,
+    check_files,
+    downloaded_files,
+    without_weights,
+)
 from workflow.lib.system.errors import UserError
 
 TIE = "tie_word_embeddings"
@@ -50,9 +55,11 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: Path) -> Self:
-        """Return the published model in a folder. Raises `UserError` for missing or broken files, a
-        config.json that is out of bounds, and a quantization that cannot be decoded."""
+        """Return the published model in a folder. Raises `UserError` for files that are missing,
+        broken, or not as their record says (of weights only their headers are read), a config.json
+        out of bounds, and a quantization that cannot be decoded."""
         checkpoint = cls(folder)
+        check_files(without_weights(checkpoint.recorded))
         assert checkpoint.files
         without_quantization(checkpoint.config, checkpoint.config_path)
         return checkpoint
