@@ -131,7 +131,7 @@ class Request:
         return f"{self.name}-x{self.processes}"
 
     def document(self) -> dict[str, Any]:
-        """Return as JSON all that the measurement depends on, except the machine."""
+        """Return everything that the measurement depends on, except the machine, as JSON."""
         return {
             "case": self.name,
             "title": self.title,

@@ -81,9 +81,8 @@ class PairTrainer(DPOTrainer):  # type: ignore[misc]
 
 
 class Watch(TrainerCallback):
-    """Records what a step takes, as the benchmark of our engine does: all that the step started has
-    ended.
-    """
+    """Records each step's seconds. As in our engine's benchmark, a step ends when all its work
+    has."""
 
     def __init__(self, observed: Observed, device: torch.device, pulse: Pulse) -> None:
         self._observed, self._device, self._pulse = observed, device, pulse

@@ -108,7 +108,7 @@ def _cap_bytes(request: Request, machine: Machine) -> int | None:
 
 
 def _capped(machine: Machine, run: RunConfig, cap_bytes: int | None) -> Machine:
-    """Return the machine with GPUs of which PyTorch may take at most `cap_bytes`."""
+    """Return the machine with smaller GPUs, on which PyTorch may take `cap_bytes`."""
     if cap_bytes is None:
         return machine
     limits = budget(run.hardware, machine)

@@ -151,9 +151,9 @@ class Draft:
 
     def _account(self, name: str, kind: Kind, why: str, *, valid_keys: set[str]) -> None:
         value = self._values.get(name)
-        near = difflib.get_close_matches(self.spelled[name], valid_keys, n=1)
         holds_for = (self.shared_table.only_as | self.own_table.only_as).get(name, [value])
         if kind == "unknown" and name not in valid_keys:
+            near = difflib.get_close_matches(self.spelled[name], valid_keys, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             self.note(kind, [name], f"nothing of it is in the config{hint}")
         elif kind == "unknown" or (value in OFF and (kind != "changed" or value is None)):

@@ -43,7 +43,7 @@ def set_aside(folder: Path, *, after: int = 0, results: Path | None = None) -> P
 
 
 def begin_anew(folders: Iterable[Path]) -> Iterator[str]:
-    """Set aside all checkpoints of a run whose training is forced; yield what is said about each
+    """Set aside all checkpoints of a run whose training is forced. Yields a message for each
     folder. Raises `UserError` if the run is being trained."""
     for folder in filter(saved_steps, folders):
         with exclusive(folder / ".lock", doing="training this run"):
@@ -81,8 +81,8 @@ def whole_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def damaged_line(path: Path) -> int | None:
-    """Return the number of the first line of a file of lines that was changed, or None. A last line
-    without an end is none: a kill cuts it."""
+    """Return the number of the first changed line of a file of lines; None if all agree with their
+    checksums. A last line without a line feed was cut by a kill, and is no damage."""
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     num_whole = sum(1 for _ in whole_rows(path))
     return num_whole + 1 if num_whole < text.count("\n") else None

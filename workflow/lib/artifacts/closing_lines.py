@@ -46,7 +46,8 @@ def _measured(folder: Path, served: SubjectName) -> dict[SubjectName, Evaluation
 
 
 def _losses(folder: Path, measured: Mapping[SubjectName, Evaluation], served: SubjectName) -> str:
-    """Return the held-out loss before and after, or that of the training."""
+    """Return the held-out loss before and after training; without an evaluation, the training
+    loss."""
     losses = {name: each.heldout.loss for name, each in measured.items() if each.heldout}
     before = next((subject for subject in losses if subject != served), None)
     if before is not None and served in losses:

@@ -25,7 +25,7 @@ class Record(BaseModel):
     """Advice for a file that does not hold this record."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the record as its JSON: fields in order, without those that were not set."""
+        """Return the record as JSON, fields in order. Unset fields are left out."""
         return self.model_dump(by_alias=True, exclude_unset=True)
 
 

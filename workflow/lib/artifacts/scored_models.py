@@ -61,8 +61,8 @@ def scored_models(runs: Mapping[str, RunConfig]) -> dict[str, ScoredModel]:
 
 
 def made_folders(runs: Mapping[str, RunConfig], scored: Mapping[str, ScoredModel]) -> set[str]:
-    """Return the folders of `layout` whose settings look like a user's own folders: downloads,
-    models with added tokens, bases and adapters of runs."""
+    """Return folders that the workflow makes, but that settings name like a user's own: downloads,
+    models with added tokens, bases, adapters of runs."""
     downloads = {folder for run in runs.values() for folder in layout.download_dirs(run).values()}
     adapters = {f"{layout.stage_dir(name, 'consolidate')}/adapter" for name in runs}
     bases = {layout.base_dir(run) for run in runs.values()}

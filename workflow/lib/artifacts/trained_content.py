@@ -27,7 +27,7 @@ class InputDigests(NamedTuple):
     """Of the inputs that only its held-out losses depend on."""
 
     def changed(self, earlier: dict[str, str]) -> list[str]:
-        """Return the deciding inputs whose digest was another one."""
+        """Return the names of deciding inputs with another digest than `earlier`."""
         return [name for name, digest in self.deciding.items() if earlier.get(name) != digest]
 
     def measured_otherwise(self, earlier: dict[str, str]) -> bool:

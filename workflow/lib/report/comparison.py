@@ -1,6 +1,6 @@
 """The runs side by side: one row a run, settings first, results after; as a table and as CSV.
 
-Settings are those in training's `summary.json`, not those of a configuration edited since."""
+Settings are read from training's `summary.json`: the configuration may have been edited since."""
 
 import csv
 import io

@@ -173,7 +173,8 @@ def line_of(
 
 
 def over_steps(lines: int, *, axis: str, from_zero: bool = False) -> dict[str, Any]:
-    """Return the layout of a curve in `axis`. `from_zero`: of a quantity whose share matters."""
+    """Return the layout of a curve. axis: title of the y axis. from_zero: the y axis begins at
+    0."""
     return {
         "height": 300,
         "margin": {"l": 12, "r": 12, "t": 10, "b": 44},

@@ -55,7 +55,7 @@ COMMAND = "snakemake --cores all --configfile settings.json"
 
 @dataclass(frozen=True)
 class Content:
-    """The inputs of a report. settings: by run, those that differ from the defaults."""
+    """The inputs of a report. settings: by run, the settings that differ from the defaults."""
 
     runs: list[Run]
     report: ReportConfig
@@ -178,8 +178,8 @@ def render_page(
     report: ReportConfig,
     settings: Mapping[str, Any],
 ) -> str:
-    """Return the page of `runs` (at least one) as HTML. settings: by run, those that differ from
-    the defaults, with which the page has commands to reproduce everything."""
+    """Return the page of `runs` (at least one) as HTML. settings: by run, the settings that differ
+    from the defaults; the page has commands with them that reproduce everything."""
     assert runs, "a report shows at least one run"
     content = Content(runs, report, settings)
     sections = [section for section in SECTIONS if section.shown(content)]

@@ -32,9 +32,9 @@ def is_dry_run(words: Sequence[str]) -> bool:
 
 
 def as_in_yaml(value: object) -> object:
-    """Return a value in which texts that YAML reads as null, true, false or a number are these.
+    """Return a value whose texts are typed as in a YAML file: null, true, false and numbers.
 
-    Raises `UserError` for one that YAML reads as another number than it looks like."""
+    Raises `UserError` for a text that YAML reads as another number than it looks like."""
     if isinstance(value, Mapping):
         return {key: as_in_yaml(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

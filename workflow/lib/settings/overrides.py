@@ -1,4 +1,4 @@
-"""Settings above `runs:` and those of a run that override them, as parsed documents."""
+"""Settings above `runs:`, and a run's own settings, which override them; as parsed documents."""
 
 from collections.abc import Mapping
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from functools import cache
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 
@@ -37,6 +38,7 @@ class Section(BaseModel):
     affects: ClassVar[Affects] = Affects()
 
     @classmethod
+    @cache
     def affected_by(cls, key: str) -> Affects:
         markers = (m for m in cls.model_fields[key].metadata if isinstance(m, Affects))
         return next(markers, Affects()).within(cls.affects)

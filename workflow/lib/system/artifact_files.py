@@ -18,8 +18,8 @@ from workflow.lib.system.files import (
 
 
 def read_artifact(path: Path) -> dict[str, Any]:
-    """Return the content of a JSON artifact, which lies in the folder of its stage. Raises
-    `UserError` for one that is missing, or was changed."""
+    """Return the content of a JSON artifact in its stage's folder. Raises `UserError` if it is
+    missing or was changed."""
     try:
         return read_checked_json(path)
     except FileNotFoundError:
@@ -64,8 +64,8 @@ def row_of(line: str) -> dict[str, Any]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file of `write_lines`, perhaps none. Raises `UserError`, with the line,
-    for one that was changed."""
+    """Return the rows of a file of `write_lines`, perhaps none. Raises `UserError` naming the first
+    changed line."""
     try:
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:

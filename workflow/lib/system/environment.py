@@ -60,7 +60,7 @@ FIRST_PORT, PORTS = 20000, 10000
 
 @dataclass(frozen=True)
 class RunNode:
-    """One node among those of a run; `address` and `port` are of the first one."""
+    """A node of a run. address, port: of the run's first node."""
 
     nodes: int
     index: int

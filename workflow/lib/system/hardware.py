@@ -116,8 +116,8 @@ def _capability(handle: object) -> tuple[int, int]:
 
 
 def interchangeable(gpus: Sequence[Gpu], *, count: int) -> list[Gpu]:
-    """Return the GPUs of which a run of `count` may get any: no less memory than the count-th
-    largest (cards of one kind differ by up to 1%)."""
+    """Return the GPUs any of which a run of `count` may get: their memory is at least 99% of the
+    count-th largest (cards of one kind differ by up to 1%)."""
     sizes = sorted((gpu.total_bytes for gpu in gpus), reverse=True)[:count]
     return [gpu for gpu in gpus if not sizes or gpu.total_bytes >= 0.99 * sizes[-1]]
 

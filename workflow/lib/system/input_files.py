@@ -47,8 +47,8 @@ def why_unreadable(path: Path) -> str | None:
 
 
 def read_input(path: Path, *, most_bytes: int = MOST_TEXT_BYTES) -> str:
-    """Return the text of a file that a user names. Raises `UserError` for one that is no regular
-    file, cannot be read, is no UTF-8, or is larger than any such text; never blocks."""
+    """Return the text of a file that a user names. Raises `UserError` if it is no regular file,
+    unreadable, no UTF-8, or larger than `most_bytes`. Never blocks."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         state = os.fstat(file)

@@ -70,7 +70,8 @@ class Beginnings:
         return beginning.text, beginning.blocks
 
     def advance(self, stop: int) -> None:
-        """Go on from the text of `stop` messages, of which the last one is the assistant's."""
+        """Take the text of the first `stop` messages, which end with the assistant's, as the new
+        base."""
         if not self._gaps:
             return
         new = self._latest.pop(stop, None) or self._beginning(stop, [], is_prompt=False)

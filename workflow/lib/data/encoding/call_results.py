@@ -1,7 +1,8 @@
 """Results of tools, in the order of their calls.
 
 Most templates write results without ids, so a model tells them apart by their order alone. A result
-belongs to the call of its id; without ids to that of its name; without names to the next one."""
+belongs to the call with its id; without ids, to the call with its name; without names, to the next
+call."""
 
 from collections.abc import Sequence
 from itertools import groupby, pairwise
@@ -40,7 +41,8 @@ def with_ordered_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]
 
 
 def _begins_without_call(earlier: list[dict[str, Any]], results: list[dict[str, Any]]) -> bool:
-    """Tell whether results follow no turn whose text may be a call, or name calls by ids."""
+    """Tell whether results follow no assistant's turn (its text may be a call), or have ids of
+    calls."""
     is_answer = bool(earlier) and earlier[-1]["role"] == "assistant"
     return not is_answer or any(message.get(RESULT_ID) is not None for message in results)
 
@@ -48,7 +50,7 @@ def _begins_without_call(earlier: list[dict[str, Any]], results: list[dict[str, 
 def _ordered(
     calls: Sequence[ToolCall], results: list[dict[str, Any]], number: int, *, may_miss: bool
 ) -> list[dict[str, Any]]:
-    """Return the results of one turn's calls; number: that of the first one's message."""
+    """Return the results of one turn's calls. number: the message number of the first result."""
     if len(results) == 1 < len(calls) and _is_joint(results[0], calls):
         return results
     open_calls = dict(enumerate(calls))

@@ -189,8 +189,8 @@ def _message(raw: Any, where: str, keys: KeyAudit) -> tuple[Message, float]:
 
 
 def as_prefix(prompt: list[Message], answer: list[Message]) -> list[Message]:
-    """Return a prompt whose last message is marked as the beginning of the turn that an answer
-    continues, if both are the assistant's."""
+    """Mark the prompt's last message as the beginning of the answer's turn, if both are the
+    assistant's."""
     if not (prompt and prompt[-1]["role"] == answer[0]["role"] == "assistant"):
         return prompt
     return [*prompt[:-1], {**prompt[-1], PREFIX_KEYS[0]: True}]
@@ -250,8 +250,8 @@ def _is_prefix(item: Values, where: str) -> bool:
 def _check_one_whole_reasoning(
     content: str, extras: Message, where: str, *, is_trained: bool
 ) -> None:
-    """Leave one reasoning to a turn whose text begins with one; raise `RowError` if they differ, or
-    it has no end."""
+    """Drop a reasoning key whose text the content begins with. Raises `RowError` if the two differ,
+    or if the content's reasoning has no end."""
     begin, end, _ = content.partition(END_OF_REASONING)
     if is_trained and not end:
         raise RowError(
@@ -319,7 +319,8 @@ def _thought(part: Any, what: str, keys: KeyAudit) -> str | None:
 
 
 def _one_of(item: Values, names: tuple[str, ...], where: str) -> Any:
-    """Take the value under any of its names; a table may have all, null for the others."""
+    """Return the one value under any of these names; nulls do not count. Raises `RowError` for two
+    values."""
     agreed = None
     for name in names:
         value = item.get(name)

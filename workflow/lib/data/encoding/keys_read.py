@@ -48,7 +48,7 @@ WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 
 
 class Flag(NamedTuple):
-    """A key that says what is trained, and its value; inside: within an object of any content."""
+    """A key that decides what is trained, with its value. inside: it stands inside of an object."""
 
     key: str
     value: Any
@@ -271,7 +271,7 @@ class KeyAudit:
         return usage
 
     def _alias(self, schema: KeySchema, key: str) -> str | None:
-        """Return what a key is a name of, unless the template reads it by this name."""
+        """Return the canonical name of a key, unless the template reads the key itself."""
         if key in self.template_keys and key not in CANONICAL:
             return None
         return schema.aliases.get("_".join(WORD.findall(key)).lower())

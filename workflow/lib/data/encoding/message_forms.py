@@ -84,8 +84,8 @@ def read_transcript(text: str, what: str) -> tuple[list[Message], list[float]]:
 
 
 def question_of(value: Any) -> str | None:
-    """Return a transcript without the `Assistant:` at its end; None if it is none, or does not end
-    with a question."""
+    """Return a transcript without its last `Assistant:`; None for other texts, and for a transcript
+    that does not end with a question."""
     if not is_transcript(value):
         return None
     question = ANSWER_TO_COME.sub("", value)

@@ -93,8 +93,8 @@ def to_judged(
 
 
 def _judged_answer(row: RowParts, format: Format) -> Conversation:
-    """Return a conversation of which the assistant's turns after the user's last one are trained;
-    of a prompt and its completion, the whole completion."""
+    """Return the conversation of a rated row. Trained are the assistant's turns after the user's
+    last one; of a prompt and its completion, the whole completion."""
     conversation = READ[format](row)
     assert isinstance(conversation, Conversation), "rated rows are conversations"
     if format == "prompt_completion":
@@ -238,7 +238,8 @@ def _pair(row: RowParts, chosen: Turns, rejected: Turns) -> list[Conversation]:
 
 
 def _prompt_of_one(*sides: Turns) -> list[Message]:
-    """Return the prompt of a whole conversation whose answer the other side replaces; else none."""
+    """Return the prompt of the one side that is a whole conversation; the other side is another
+    answer to it. Empty if both or none are whole."""
     conversations = [messages for messages, _ in sides if messages[0]["role"] != "assistant"]
     if len(conversations) != 1:
         return []

@@ -146,7 +146,8 @@ def _form(tool: Tool) -> Hashable:
 
 
 def message_kind(message: Message, *, is_trained: bool) -> Hashable:
-    """Return what a template may tell messages apart by, without their texts."""
+    """Return all facts about a message but its texts, by which a template may treat it in another
+    way."""
     content = message["content"]
     return (
         message["role"],

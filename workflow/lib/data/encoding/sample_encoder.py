@@ -284,8 +284,8 @@ class SampleEncoder:
     def _examples_of(
         self, text: TurnText, tokens: TextTokens, *, guarded: bool, weights: list[float] | None
     ) -> list[Encoded]:
-        """Return the text's example. Turns whose prompt has other tokens in the text come first, as
-        examples of their own."""
+        """Return the example of a text. Turns whose prompt has other tokens alone than in the text
+        precede it as examples of their own."""
         examples, spans, span_weights = [], [], []
         notes: set[Note] = set()
         for turn in text.turns:

@@ -230,8 +230,8 @@ def _visit_tool(tool: Tool, visitor: Visitor) -> Tool:
 
 
 def argument_names(function: dict[str, Any]) -> list[str]:
-    """Return the names of a tool's arguments: the properties of its JSON schema; without them the
-    keys beside those of JSON Schema (xLAM), or the names in a list."""
+    """Return the names of a tool's arguments: properties of its JSON schema; else keys that JSON
+    Schema does not know (xLAM), or names in a list."""
     parameters = function.get("parameters")
     if isinstance(parameters, list):
         return [item["name"] for item in parameters if _is_named(item)]

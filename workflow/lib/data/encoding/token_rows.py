@@ -20,7 +20,7 @@ class TokenRow:
 
 
 def read_tokens(value: Values, columns: DataColumns) -> TokenRow:
-    """Return the ids without those that `attention_mask` marks as padding, and their loss mask."""
+    """Return token ids and loss mask, without the padding that `attention_mask` marks."""
     ids = _integers(value, columns.input_ids)
     trained = _targets(value, ids, columns)
     is_masked = value.get("attention_mask") is not None

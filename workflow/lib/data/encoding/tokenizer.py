@@ -38,10 +38,10 @@ NAMED_TEMPLATES = "additional_chat_templates"  # their folder
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model folder, without network or its code. One without a chat
-    template gets that of the folder's processor (LLaVA's). Raises `UserError` if there is none,
-    none of `tokenizers`, no eos token, special tokens that it reads as text, or a config.json of
-    absurd sizes beside it."""
+    """Load the tokenizer of a model folder, without network or the model's code. A tokenizer
+    without a chat template gets the processor's (LLaVA). Raises `UserError` if no fast tokenizer
+    loads, if it has no eos token or reads special tokens as text, and if the folder's config.json
+    has absurd sizes."""
     if (folder / "config.json").is_file():
         read_bounded(folder / "config.json")
     try:

@@ -77,8 +77,8 @@ def _check_is_json(raw: Any, where: str) -> None:
 
 
 def _python_calls(text: str) -> list[dict[str, Any]] | None:
-    """Return the calls of a text as `weather(town="Oslo")`, in a list or a line each, whose
-    arguments have names and literal values; None for other texts."""
+    """Return the calls in a text like `weather(town="Oslo")`, a list of such calls, or one call a
+    line. Arguments have names and literal values. None for other texts."""
     if len(text) > MAX_CALL_CHARS or not text.rstrip().endswith((")", ")]")):
         return None
     try:
@@ -190,8 +190,8 @@ def _tool(raw: Any, keys: KeyAudit, what: str) -> Tool:
 
 
 def with_short_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages whose calls have ids of nine letters and digits, and results the same. Ids of
-    this form stay. A result without a call's id gets that of the next call without a result."""
+    """Give calls ids of nine letters and digits, and their results the same ids. Ids of this form
+    stay. A result without an id gets the id of the next open call."""
     short_ids: dict[str, str] = {}
     open_ids: list[str] = []
     changed = []

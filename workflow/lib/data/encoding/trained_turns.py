@@ -287,8 +287,8 @@ class TurnRenderer:
         return "" if longer.startswith(full_text) else full_text[stop:]
 
     def _next_token(self, message: Message, text: str, start: int) -> str:
-        """Return the first special token of the next role (a tool's after a call); empty if it has
-        none and `text` ends with one. Raises `RowError` if there is none at all."""
+        """Return the first special token of the next role (a tool's after a call); empty if the
+        next role has none but `text` ends with one. Raises `RowError` if there is neither."""
         calls = "tool_calls" in message
         token = self._next_tokens.get(calls)
         if token is None:
@@ -318,8 +318,7 @@ class TurnRenderer:
     def _without_prefills(
         self, text: TurnText, prefills: Mapping[int, str], guarded: bool
     ) -> TurnText:
-        """Return a text whose turns begin behind their prefills, which inference has in the
-        prompt."""
+        """Let trained turns begin after their prefills, which belong to the prompt in inference."""
         turns = []
         for turn in text.turns:
             prefill = prefills.get(turn.index, "").lstrip()

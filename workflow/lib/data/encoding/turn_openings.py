@@ -239,7 +239,7 @@ class TurnOpenings:
 
 
 def _with_named_call(turn: Message) -> Iterator[Message]:
-    """Yield a turn whose first call has the mark for a name, for templates that write no text
+    """Yield the turn with the mark as the name of its first call, for templates that write no text
     beside calls."""
     if calls := turn.get("tool_calls"):
         function = {**calls[0]["function"], "name": CONTENT}

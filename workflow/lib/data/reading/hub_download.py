@@ -174,7 +174,8 @@ def weight_shards(source: Source, index: Path, *, listed: Iterable[str]) -> set[
 
 
 def _dataset_files(source: Source, paths: Sequence[str]) -> set[str]:
-    """The named files, those of named folders, and those of globs (`sources.matching`)."""
+    """Return the files that the settings name: files, contents of folders, and matches of globs
+    (`sources.matching`)."""
     chosen: set[str] = set()
     for name in source.files or ():
         matches = matching(paths, name)
@@ -223,8 +224,8 @@ def fetch_first(source: Source, path: str, *, commit: str, folder: Path) -> Path
 
 
 def fetch(source: Source, paths: Iterable[str], *, commit: str, folder: Path) -> None:
-    """Download the files that `folder` lacks, and verify all. Raises `UserError`, and removes the
-    file, if its bytes are not those that the hub announced."""
+    """Download the files that `folder` lacks, and verify all. A file with other bytes than the hub
+    announced is removed; raises `UserError`."""
     options: Any = {"repo_type": source.repo_type, "revision": commit, "local_dir": folder}
     patterns = [glob.escape(path) for path in paths]
     snapshot_download(source.repo_id, **options, allow_patterns=patterns)

@@ -177,7 +177,7 @@ def _check_link(path: Path, name: str, pattern: str, setting: str) -> None:
 
 
 def _folder_files(folder: Path, path: str, setting: str) -> list[str]:
-    """Return a folder's data files: those of a saved dataset, or all of its one type."""
+    """Return the files of a saved dataset, or a folder's data files, which must have one type."""
     if (folder / SAVED_SPLITS).is_file():
         splits = _read_record(folder / SAVED_SPLITS, setting).get("splits", [])
         raise setting_error(

@@ -82,7 +82,7 @@ def _chunks(
     rows_per_chunk: int,
     size_of: Callable[[Any], int] = len,
 ) -> Iterator[Chunk]:
-    """Yield numbered items in chunks. Blank lines are none; chunks count them."""
+    """Yield numbered items in chunks. Blank lines are counted, and are no items."""
     batch, size, blank = list[tuple[int, Any]](), 0, 0
     for number, item in items:
         if isinstance(item, bytes) and not item.strip():
@@ -227,7 +227,8 @@ def read_csv(path: Path, *, rows_per_chunk: int, delimiter: str | None = None) -
 
 
 def _separator(head: bytes) -> str:
-    """Return the comma, or the semicolon of spreadsheets whose numbers have decimal commas."""
+    """Return the semicolon if the header has it and no comma, as in spreadsheets with decimal
+    commas; else the comma."""
     header = re.split(rb"[\r\n]", head.lstrip(), maxsplit=1)[0]
     return ";" if b";" in header and b"," not in header else ","
 
@@ -258,8 +259,8 @@ class _RecordLines:
 def _records(
     reader: Iterator[list[str]], lines: _RecordLines, header: tuple[str, ...]
 ) -> Iterator[tuple[int, list[str]]]:
-    """Yield each record that is no blank line, with its number. Raises `UnreadableError` at the
-    header of a joined file whose columns have another order."""
+    """Yield each record with its number, without blank lines. Raises `UnreadableError` at a second
+    header with the columns in another order (joined files)."""
     number, blank = 1, 0
     lines.begin_record()
     for fields in reader:

@@ -252,8 +252,8 @@ def list_rows(corpus: Corpus, listing: Listing) -> npt.NDArray[np.int64]:
 
 
 def check_rejected_share(corpora: Iterable[Corpus], *, largest: float, rejects: Path) -> None:
-    """Raise `UserError` if more than the share `largest` of a file's rows is dropped (`rejects`),
-    without those that a setting names."""
+    """Raise `UserError` if a file lost more than the share `largest` of its rows, not counting rows
+    that a setting leaves out. rejects: the list of dropped rows."""
     for file in (file for corpus in corpora for file in corpus.files):
         unusable = file.counts["unusable"]
         share = unusable / max(1, file.rows_read)

@@ -89,7 +89,8 @@ class Documents:
     def by_shard(
         self, chosen: npt.NDArray[np.uint32]
     ) -> Iterator[tuple[int, npt.NDArray[np.uint32]]]:
-        """Yield each shard with some of the ascending `chosen` documents, and these."""
+        """Yield the ascending `chosen` documents shard by shard: number of the shard, and its
+        documents."""
         edges = np.searchsorted(chosen, self.shard_offsets)
         for shard in np.flatnonzero(np.diff(edges)).tolist():
             yield shard, chosen[edges[shard] : edges[shard + 1]]

@@ -241,7 +241,7 @@ class Shard:
 
     @property
     def has_weights(self) -> bool:
-        """Whether some of its tokens have a weight other than 0 and 1."""
+        """Whether a token has a weight other than 0 and 1."""
         return Path(f"{self.stem}.weights.npy").exists()
 
     def weights(self) -> npt.NDArray[np.float32]:

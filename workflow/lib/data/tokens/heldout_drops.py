@@ -59,8 +59,8 @@ def drop_near_duplicates(
     pieces: Pieces,
     treatment: Treatment,
 ) -> Split:
-    """Return held-out as `data.near_duplicates` says; a reason names the row and what it shares.
-    Raises `UserError` if they are refused."""
+    """Apply `data.near_duplicates` to held-out rows. A reason names the training row and the shared
+    text. Raises `UserError` for `refuse`."""
 
     def reasons() -> Iterator[tuple[int, str]]:
         for match in matches:

@@ -201,7 +201,7 @@ def weight_facts(weights: npt.NDArray[np.float32]) -> Facts:
 
 
 def split_facts(split: Split, *, seq_len: int) -> Facts:
-    """Return the facts on a split; lengths are those of the rows before any cut."""
+    """Return the facts on a split. Lengths are tokens of rows before any cut."""
     counts, longest = _count_lengths(split)
     files = _counts_by_file(split)
     facts: Facts = {

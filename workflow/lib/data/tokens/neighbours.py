@@ -87,7 +87,7 @@ def next_others(
 
 
 def _ends_of_runs(digests: npt.NDArray[np.uint64]) -> Integers:
-    """Return the distance from each answer to the next one that differs, up to the end."""
+    """Return the distance from each answer to the end of its run of equal answers."""
     edges = np.append(np.flatnonzero(digests[1:] != digests[:-1]) + 1, len(digests))
     lengths = np.diff(np.append(0, edges))
     return np.repeat(edges, lengths) - np.arange(len(digests))

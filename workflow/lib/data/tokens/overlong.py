@@ -21,8 +21,8 @@ from workflow.lib.settings.objectives import Examples
 
 @dataclass(frozen=True)
 class Begun:
-    """A row whose encoding has begun. encode: ends it; divide: encodes a chat in parts that fit, if
-    `data.overlong` says so; both raise `RowError`."""
+    """A row whose encoding has begun. encode: returns its examples. divide: returns a long chat in
+    parts (`data.overlong: split`). Both raise `RowError`."""
 
     encode: Callable[[], list[Encoded]]
     divide: Callable[[], list[Encoded]] | None = None
@@ -33,7 +33,8 @@ class OverlongError(UnwantedRowError):
 
 
 class TooLongError(RowError):
-    """A row of which nothing could be trained within `seq_len`. needed: tokens that hold it."""
+    """No token of the row would be trained within `seq_len`. needed: tokens that would hold the
+    row."""
 
     def __init__(self, reason: str, *, needed: int) -> None:
         super().__init__(f"{reason}; data.seq_len: {needed} holds it")
@@ -130,7 +131,7 @@ def cut(encoded: Encoded, length: int, *, needed: int, why: str) -> Encoded:
 
 
 def part_of(encoded: Encoded, start: int, stop: int) -> Encoded:
-    """Return the tokens [start, stop), of which the first is no target."""
+    """Return the tokens [start, stop) as a document; its first token is no target."""
     part = slice(start, stop)
     weights = None if encoded.weights is None else encoded.weights[part].copy()
     piece = replace(

@@ -30,7 +30,7 @@ class Packing:
         return self.documents[self.offsets[index] : self.offsets[index + 1]]
 
     def units_to_documents(self, size: int) -> "Packing":
-        """Return the packing of documents, of which each of these units has `size`."""
+        """Return the packing of single documents, where each packed unit is `size` documents."""
         documents = size * self.documents[:, None] + np.arange(size)
         return Packing(documents=documents.ravel(), offsets=size * self.offsets)
 
@@ -117,7 +117,7 @@ def _fill_row(packed: list[int], remaining: _Lengths, space: int) -> None:
 
 
 def _in_order(documents: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], seed: int) -> Packing:
-    """Return the packing whose row r was filled `order[r]`-th, `order` drawn from `seed`."""
+    """Return the rows in an order drawn from `seed`: row r was filled `order[r]`-th."""
     order = np.random.Generator(np.random.PCG64(seed)).permutation(len(sizes))
     starts = np.cumsum(sizes) - sizes
     offsets = np.concatenate(([0], np.cumsum(sizes[order])))

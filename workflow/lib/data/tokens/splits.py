@@ -102,7 +102,7 @@ class Split:
         return sum(len(np.unique(self._digests_of(part, ranges))) for part in range(ranges))
 
     def _digests_of(self, part: int, ranges: int) -> npt.NDArray[np.uint64]:
-        """Return the digests whose remainder by `ranges` is `part`."""
+        """Return the digests that are `part` modulo `ranges`."""
         firsts, parts = self.first_of_row, [np.empty(0, dtype=np.uint64)]
         for start in range(0, len(firsts), BLOCK):
             numbers = firsts[start : start + BLOCK]
@@ -219,7 +219,7 @@ def _split(
 
 
 def _documents_of(member: npt.NDArray[np.bool_], ordinals: npt.NDArray[np.uint64]) -> Numbers:
-    """Return the numbers of the documents, of row number `ordinals`, whose row is `member`."""
+    """Return the numbers of the documents whose row is a member. ordinals: row of each document."""
 
     def chosen() -> Iterator[npt.NDArray[np.int64]]:
         for start in range(0, len(ordinals), BLOCK):

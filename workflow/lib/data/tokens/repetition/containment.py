@@ -214,7 +214,8 @@ FEW_SHARDS = 16  # searched in one process: others would not have begun
 
 @dataclass(frozen=True)
 class Match:
-    """A held-out row's document and the training one that trains most of it; share: of tokens."""
+    """A held-out document, the training document that trains most of it, and the share of its
+    trained tokens."""
 
     heldout: int
     train: int
@@ -230,10 +231,10 @@ def find_contained(
     processes: int,
     keys_at_once: int = KEYS_AT_ONCE,
 ) -> list[Match]:
-    """Return a match of each held-out row of which a training document trains too much, in order.
-    That is a share of its trained tokens, or of the training document's if those are fewer: the
-    share of two documents of one length whose resemblance is `threshold`. Training documents are
-    read once for each `keys_at_once` keys of held-out ones."""
+    """Return a match for each held-out row of which a training document trains too much, in order.
+    Measured is the share of its trained tokens, or of the training document's if it has fewer. The
+    bound is the share at which two documents of one length have the resemblance `threshold`.
+    Training documents are read once for each `keys_at_once` held-out keys."""
     least = 2 * threshold / (1 + threshold)
     matches: list[Match] = []
     for index in indices(heldout, pieces=pieces, keys_at_once=keys_at_once):
@@ -345,9 +346,9 @@ def _matches(
 def _shares(
     index: Index, shared: _Shared, *, all_rows: int, least: float
 ) -> tuple[Integers, Integers, npt.NDArray[np.float64]]:
-    """Return exchanges, training documents, and the share of the exchange that the document trains.
-    A short answer and a question are shared as a whole or not at all; a share of a long answer
-    below `least` has to be one passage."""
+    """Return exchanges, training documents, and the share of each exchange that the document
+    trains. Short answers and questions count as a whole or not at all. A share of a long answer
+    below `least` must be one passage."""
     keys, owners, by_question, edges = _counted(index, shared.rows, all_rows=all_rows)
     sharing, documents, counts = shared.count_by_pair(keys, owners)
     key_counts = np.bincount(owners, minlength=len(index))[sharing]
@@ -390,8 +391,8 @@ def _counted(
 
 
 def shared_tokens(heldout: Document, train: Document, *, pieces: Pieces) -> slice:
-    """Return the tokens of the held-out document that best show what a match shares. They begin
-    with the answer that shares most, or before it if it is short."""
+    """Return the tokens of the held-out document to quote for a match: from the answer that shares
+    most, or from before it if it is short."""
     own, other = (
         exchanges(*text, np.array([len(text[0])]), pieces=pieces) for text in (heldout, train)
     )

@@ -161,8 +161,8 @@ class Exchanges:
 def exchanges(
     ids: npt.NDArray[np.uint32], mask: npt.NDArray[np.bool_], lengths: Integers, *, pieces: Pieces
 ) -> Exchanges:
-    """Return the exchanges of concatenated documents; `pieces` as for `shingles`. A turn without
-    any word (of special tokens alone) is none."""
+    """Return the exchanges of concatenated documents (tokens,), mask (tokens,) and lengths
+    (documents,). A turn of special tokens alone is no exchange."""
     begins = np.zeros(len(ids) + 1, dtype=np.bool_)
     begins[np.cumsum(lengths)[:-1]] = begins[0] = True
     edges = begins[:-1].copy()
