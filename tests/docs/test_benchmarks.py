@@ -1,12 +1,12 @@
-"""The page of benchmarks shows the stored measurements."""
+"""The table of benchmarks shows the stored measurements."""
 
-from tests.support.benchmarks_page import PAGE, newest, written
+from tests.support.benchmarks_page import TABLE, newest, table
 from tests.support.measurements import all_lines
 
 
 def test_table_is_what_was_measured():
-    page = PAGE.read_text(encoding="utf-8")
-    assert written(page, all_lines()) == page, "`python -m tests.support.benchmarks_page` mends it"
+    written = TABLE.read_text(encoding="utf-8")
+    assert table(all_lines()) == written, "`python -m tests.support.benchmarks_page` mends it"
 
 
 def test_newest_line_of_a_case_counts():

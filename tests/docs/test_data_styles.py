@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.styles_page import PAGE, PREFERENCES, STYLES, TEMPLATE, read_style, written
+from tests.support.styles_page import PAGES, PREFERENCES, STYLES, TEMPLATE, read_style, written
 from tests.support.tiny import tiny_tokenizer
 from workflow.lib.data.encoding.chat_messages import Conversation
 from workflow.lib.data.encoding.preference_rows import Judged, begin_judged
@@ -18,9 +18,10 @@ def encoder(tmp_path_factory):
     return SampleEncoder(tokenizer, chat_template=TEMPLATE, loss_on="completions")
 
 
-def test_page_shows_what_becomes_of_each_style():
-    page = PAGE.read_text(encoding="utf-8")
-    assert written(page) == page, "`python -m tests.support.styles_page` writes it again"
+@pytest.mark.parametrize("name", PAGES)
+def test_page_shows_what_becomes_of_each_style(name):
+    page = PAGES[name].read_text(encoding="utf-8")
+    assert written(name) == page, "`python -m tests.support.styles_page` writes it again"
 
 
 @pytest.mark.parametrize("name", [name for name in STYLES if name not in REFUSED])

@@ -1,13 +1,13 @@
-"""The page of families says what the engine makes of each family's tiny model now."""
+"""The table of families says what the engine makes of each family's tiny model now."""
 
 from tests.support.families import FAMILIES
-from tests.support.families_page import PAGE, measured_families, written
+from tests.support.families_page import TABLE, measured_families, table
 from tests.support.measurements import all_lines
 
 
 def test_table_is_what_the_engine_gives():
-    page = PAGE.read_text(encoding="utf-8")
-    assert written(page) == page, "`python -m tests.support.families_page` writes it again"
+    written = TABLE.read_text(encoding="utf-8")
+    assert table() == written, "`python -m tests.support.families_page` writes it again"
 
 
 def test_measured_families_are_those_with_measurements_of_gpus():

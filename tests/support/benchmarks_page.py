@@ -1,22 +1,20 @@
-"""The table of speed and memory in `workflow/docs/benchmarks.md`, from the stored measurements of
+"""The table of speed and memory `workflow/docs/benchmarks.csv`, from the stored measurements of
 GPUs: of each case, on whatever GPU, the newest line.
 
-`python -m tests.support.benchmarks_page` writes the page anew."""
+`python -m tests.support.benchmarks_page` writes it anew."""
 
 import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from tests.support.measurements import all_lines
-from tests.support.pages import DOCS, with_part
+from tests.support.pages import DOCS, csv_text
 from workflow.lib.system.units import GIB
 
-PAGE = DOCS / "benchmarks.md"
+TABLE = DOCS / "benchmarks.csv"
 SINCE = "2026-11-25"  # older lines are of an engine without today's kernels
 STEPS = 6  # of fewer the memory alone was asked
-HEAD = """| model | layers | GPUs | how | tokens/s per GPU | GiB | commit, date |
-|---|---|---|---|---|---|---|
-"""
+HEAD = ("model", "layers", "GPUs", "how", "tokens/s per GPU", "GiB", "commit", "date")
 PLAIN = {"micro_batch_size": 2, "seq_len": 2048, "rank": 16, "documents": 1, "vocab_size": None}
 # Of a line's sizes; some are of earlier benchmarks.
 NO_PART = ("steps", "check_bytes", "profile", "checkpoint_pairs")
@@ -29,9 +27,9 @@ WORDS = {
 }
 
 
-def written(page: str, lines: Iterable[dict[str, Any]]) -> str:
-    """Return the page with the table of these lines of measurements."""
-    return with_part(page, "measured", HEAD + "".join(_rows(lines)))
+def table(lines: Iterable[dict[str, Any]]) -> str:
+    """Return the table of these lines of measurements."""
+    return csv_text([HEAD, *_rows(lines)])
 
 
 def newest(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -56,19 +54,19 @@ def _order(line: dict[str, Any]) -> tuple[Any, ...]:
     return (sizes["model"], sizes["layers"] or 0, _gpus(line), line["peer"] is not None, _how(line))
 
 
-def _rows(lines: Iterable[dict[str, Any]]) -> Iterator[str]:
+def _rows(lines: Iterable[dict[str, Any]]) -> Iterator[tuple[Any, ...]]:
     for line in newest(lines):
         sizes, measured = line["sizes"], line["measured"]
-        cells = (
+        yield (
             sizes["model"].split("/")[-1],
             sizes["layers"] or "all",
             _gpus(line),
             _how(line),
-            f"{measured['tokens_per_s_per_process']:,.0f}",
+            f"{measured['tokens_per_s_per_process']:.0f}",
             f"{measured['allocated_bytes'] / GIB:.2f}",
-            f"{line['versions']['commit']}, {_date(line)[:10]}",
+            line["versions"]["commit"],
+            _date(line)[:10],
         )
-        yield f"| {' | '.join(map(str, cells))} |\n"
 
 
 def _gpus(line: dict[str, Any]) -> str:
@@ -99,4 +97,4 @@ def _how(line: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), all_lines()), encoding="utf-8")
+    TABLE.write_text(table(all_lines()), encoding="utf-8")

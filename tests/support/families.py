@@ -1,6 +1,6 @@
 """One tiny random model of each family that is tested, with odd sizes on purpose.
 
-The table is the only one: tests and the page `workflow/docs/families.md` read it."""
+The table is the only one: tests and the page `workflow/docs/families.csv` read it."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field

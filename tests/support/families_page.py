@@ -1,4 +1,4 @@
-"""The table of `workflow/docs/families.md`, from the table of the tests and from what the engine
+"""The table `workflow/docs/families.csv`, from the table of the tests and from what the engine
 makes of each family's tiny model.
 
 `python -m tests.support.families_page` writes it anew."""
@@ -10,7 +10,7 @@ import torch
 
 from tests.support.families import FAMILIES
 from tests.support.measurements import all_lines, sizes_of
-from tests.support.pages import DOCS, with_part
+from tests.support.pages import DOCS, csv_text
 from workflow.benchmark.cases import BenchmarkConfig, model_config
 from workflow.lib.checkpoints.decoder_layers import decoder_layers, drop_other_parts_
 from workflow.lib.checkpoints.expert_stacks import experts_modules
@@ -21,10 +21,10 @@ from workflow.lib.model.fusion.fuse_layers import fuse_layers_
 from workflow.lib.model.layers.adapter_dropout import AdapterState
 from workflow.lib.model.prepared_decoder import separate_documents_
 
-PAGE = DOCS / "families.md"
+TABLE = DOCS / "families.csv"
 HEAD = (
-    "| family (`model_type`) | its tiny model has | attention | `auto` on a GPU | fused "
-    "| recurrent layers | memory |\n|---|---|---|---|---|---|---|\n"
+    *("family (model_type)", "its tiny model has", "attention", "auto on a GPU", "fused"),
+    *("recurrent layers", "memory"),
 )
 PARTS = {
     "norms": "norms",
@@ -44,10 +44,10 @@ def measured_families(lines: Iterable[dict[str, Any]]) -> set[str]:
 
 def table() -> str:
     measured = measured_families(all_lines())
-    return HEAD + "".join(_line(family, measured) for family in FAMILIES)
+    return csv_text([HEAD, *(_line(family, measured) for family in FAMILIES)])
 
 
-def _line(family: str, measured: set[str]) -> str:
+def _line(family: str, measured: set[str]) -> list[str]:
     config = FAMILIES[family].config(family)
     with torch.device("meta"):
         model = auto_class(config).from_config(config)
@@ -60,8 +60,8 @@ def _line(family: str, measured: set[str]) -> str:
         needs, cuda=True, bfloat16=True, compute_dtype="bfloat16", flash_package=False,
         training=True,
     ).name  # fmt: skip
-    cells = [
-        f"`{FAMILIES[family].model_type or family}`",
+    return [
+        FAMILIES[family].model_type or family,
         FAMILIES[family].has,
         _attention(config.get_text_config()) + (", soft-capped" if needs.softcap else ""),
         on_gpu,
@@ -69,7 +69,6 @@ def _line(family: str, measured: set[str]) -> str:
         f"{recurrent} of {layers}" if recurrent else "none",
         "measured" if config.get_text_config().model_type in measured else "predicted only",
     ]
-    return "| " + " | ".join(cells) + " |\n"
 
 
 def _attention(config: Any) -> str:
@@ -91,9 +90,5 @@ def _fused(counts: dict[str, int], layers: int) -> str:
     return ", ".join(parts) or "none"
 
 
-def written(page: str) -> str:
-    return with_part(page, "families", table())
-
-
 if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    TABLE.write_text(table(), encoding="utf-8")

@@ -2,7 +2,7 @@
 as a table.
 
 `python -m tests.support.measurements` writes the table of memory anew into
-workflow/docs/memory-model.md, in minutes."""
+workflow/docs/predictions.md, in minutes."""
 
 import gzip
 import json
@@ -26,7 +26,7 @@ from workflow.lib.step_plan.base_plan import SUPERVISED
 from workflow.lib.step_plan.plan import StepPlan
 
 FOLDER = Path(__file__).parents[1] / "gpu" / "measurements"
-PAGE = DOCS / "memory-model.md"
+PAGE = DOCS / "predictions.md"
 # Of one process these commits do what the engine of today does: adapters are cast once a step,
 # dropout and DoRA computed by nodes. Of norms that multiply by 1 + w, mixtures and matmuls in 8
 # bits these, whose kernels are those of today.

@@ -1,5 +1,5 @@
-"""The tables of public dataset styles in `workflow/docs/data.md`, from what becomes of a small
-sample of each.
+"""The tables of public dataset styles in `workflow/docs/your-data.md` and `preferences.md`, from
+what becomes of a small sample of each.
 
 `python -m tests.support.styles_page` writes it anew."""
 
@@ -22,7 +22,7 @@ from workflow.lib.settings.data import DataColumns
 from workflow.lib.settings.objectives import Examples
 from workflow.lib.system.errors import UserError
 
-PAGE = DOCS / "data.md"
+PAGES = {"styles": DOCS / "your-data.md", "preferences": DOCS / "preferences.md"}
 SAMPLES = Path(__file__).parents[1] / "data" / "encoding" / "styles"
 TEMPLATE = (SAMPLES / "template.jinja").read_text(encoding="utf-8")
 HEAD = "| style | columns read | its first row becomes | not read |\n|---|---|---|---|\n"
@@ -168,11 +168,11 @@ def _role(message: dict[str, Any], is_trained: bool) -> str:
     return f"{role} ({', '.join(has)})" if has else role
 
 
-def written(page: str) -> str:
-    for name, table in tables().items():
-        page = with_part(page, name, table)
-    return page
+def written(name: str) -> str:
+    """Return the page of a table with the table of today."""
+    return with_part(PAGES[name].read_text(encoding="utf-8"), name, tables()[name])
 
 
 if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for name, page in PAGES.items():
+        page.write_text(written(name), encoding="utf-8")

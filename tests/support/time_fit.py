@@ -1,7 +1,7 @@
 """How rates were fitted to measured steps (`tests.support.recorded_work`), and how well.
 
-`python -m tests.support.time_fit` prints fitted rates, beside those that are shipped, and the table
-of time-model.md. Each step is one equation for twenty-two rates, so the fit starts from the shipped
+`python -m tests.support.time_fit` prints fitted and shipped rates, and the table of predictions.md.
+Each step is one equation for twenty-two rates, so the fit starts from the shipped
 ones, is pulled to them, and a large error counts linearly."""
 
 import math

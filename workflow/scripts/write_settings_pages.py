@@ -36,14 +36,10 @@ Settings are checked before anything runs. An unknown key is an error. `runs.<na
 all settings except `report`. A stage reruns if its settings or files change, unless the
 section says otherwise.
 
-`python -m workflow.scripts.import_config FILE --gpus 2x4090` writes a config from a YAML file of
-axolotl, LLaMA-Factory or TRL.
-It says whether each key was taken, changed, is not needed or has no counterpart. Preflight then
-says whether the run fits. Files that train all weights, pictures or rewards are refused. `--from`
-names the trainer if the keys do not show it.
-
-Batch sizes become `train.global_batch_size`: rows per GPU x accumulation x GPUs. Datasets of the
-hub become `data.source` and a glob: compare it with their files.
+[Choose settings](choose-settings.md) says which to change. The
+[quickstart](quickstart.md#1-a-config-for-your-model-file-and-gpus) writes a config for a file, or
+from one of axolotl, LLaMA-Factory or TRL: rows per GPU x accumulation x GPUs become
+`train.global_batch_size`, datasets of the hub `data.source` and a glob.
 """
 
 GPUS_HEAD = f"""\

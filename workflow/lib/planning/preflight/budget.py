@@ -14,7 +14,7 @@ from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.errors import setting_error
 from workflow.lib.system.units import GIB
 
-# Resident set of a process with a GPU besides the model, measured (docs/memory-model.md): 2.2 GiB,
+# Resident set of a process with a GPU besides the model, measured (docs/predictions.md): 2.2 GiB,
 # CUDA's libraries and NCCL included.
 GPU_PROCESS_BYTES = int(2.5 * GIB)
 # Outside of the allocator: CUDA context and loaded kernels; with several processes NCCL too.

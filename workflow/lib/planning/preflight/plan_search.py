@@ -34,7 +34,7 @@ from workflow.lib.system.units import GIB
 # Larger micro-batches bring a CPU nothing: its matmuls are full at a few hundred rows.
 LARGEST_CPU_MICRO_BATCH = 8
 # Two plans of different kinds must differ by more than the error of predicted times
-# (docs/memory-model.md), two of a kind by less.
+# (docs/predictions.md), two of a kind by less.
 UNSURE, NEGLIGIBLE = 0.10, 0.03
 VERDICTS_OF_CHOSEN = ("chosen", "needs least, does not fit")
 

@@ -75,7 +75,7 @@ class CpuRates:
         )
 
 
-# Fitted to four steps of the demo (docs/time-model.md, Probes), and probed in the same minutes: AMD
+# Fitted to four steps of the demo (docs/predictions.md), and probed in the same minutes: AMD
 # EPYC, one thread a process, torch 2.13, November 2026.
 CPU = CpuRates(103e9, 15.5e9, 13.5e-6, "measured on one machine")
 PROBED_CPU = {"matmul": 106e9, "memory": 46e9, "python": 32e3}

@@ -1,4 +1,4 @@
-"""The tables of time-model.md say what the model predicts now."""
+"""The tables of predictions.md on time say what the model predicts now."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from tests.support.recorded_work import PUBLISHED, published_step
 from tests.support.time_fit import table
 
-PAGE = (Path(__file__).parents[2] / "workflow" / "docs" / "time-model.md").read_text()
+PAGE = (Path(__file__).parents[2] / "workflow" / "docs" / "predictions.md").read_text()
 ROWS = re.findall(r"^\| ([^|]+) \| ([\d,]+) \| ([\d,]+) \|$", PAGE, re.MULTILINE)
 
 

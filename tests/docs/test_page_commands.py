@@ -1,0 +1,230 @@
+"""The commands of all pages run as a reader types them: page by page, each in one shell, in one
+copy of the project.
+
+Its settings are shrunk so that this takes minutes: a few training steps, few documents, two runs of
+the sweep. The reader's own files are a copy of the demo's base and sixty chats."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.support.page_commands import ROOT, blocks, pages, text_of, tracked
+from tests.support.preloaded_python import preloaded_python
+from tests.support.workflow_project import FORKING
+from workflow.lib.settings.overrides import merge
+
+ACTIVATE = Path(sys.prefix) / "bin" / "activate"
+# What the executed copy changes, and nothing else. CPU, so that it is the same on machines with
+# GPUs; one process, as starting each of them takes longer than the steps (workflow/test_run.py
+# trains in two).
+SHRUNK = {
+    "train": {"epochs": None, "max_steps": 3, "global_batch_size": 2},
+    "hardware": {"gpus": 0, "cpu_processes": 1},
+    "evaluate": {
+        "max_documents": 8,
+        "task_limit": 4,
+        "samples": 1,
+        "max_new_tokens": 4,
+    },
+}
+# Of the demo, as the table of artifacts lists the merged model too.
+MERGED = {"export": {"merged": True}}
+SWEEP_RUNS = 2
+PAGES = [name for name in pages() if any(block.is_run_here for block in blocks(name))]
+AXOLOTL = {"base_model": "Qwen/Qwen2.5-7B", "adapter": "qlora", "load_in_4bit": True}
+AXOLOTL |= {"datasets": [{"path": "chats.jsonl", "type": "chat_template"}]}
+
+
+def shrink(path, changes, *, runs=None):
+    """Shrink a settings file in place: few steps, few documents, its first `runs` runs."""
+    document = merge(yaml.safe_load(path.read_text(encoding="utf-8")), changes)
+    for run in document["runs"].values():
+        run.get("train", {}).pop("epochs", None)
+        run.get("train", {}).pop("max_steps", None)
+    document["runs"] = dict(list(document["runs"].items())[:runs])
+    path.write_text(yaml.safe_dump(document, sort_keys=False), encoding="utf-8")
+
+
+def copy_project(folder):
+    for name in tracked("."):
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, target, follow_symlinks=False)
+    (folder / ".venv").symlink_to(sys.prefix)
+    return folder
+
+
+def add_files_of_the_reader(folder):
+    """Add the files that the pages take for the reader's own."""
+    shutil.copytree(folder / "workflow/resources/base", folder / "models" / "my-model")
+    things = ("lamp", "kettle", "bicycle", "chair", "radio", "clock")
+    answers = {f"How do I {v} a {t}?": f"Ahoy! To {v} a {t}, begin at the bow."
+               for t in things for v in ("repair", "clean", "store", "paint", "carry",
+                                         "sell", "lift", "test", "wrap", "draw")}  # fmt: skip
+    chats = [
+        {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
+        for q, a in answers.items()
+    ]
+    assert len(chats) == 60
+    (folder / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    (folder / "axolotl.yml").write_text(yaml.safe_dump(AXOLOTL))
+    continued = text_of("workflow/docs/continue.md").split("This is `more.yaml`:\n")[1]
+    (folder / "more.yaml").write_text(re.search(r"```yaml\n(.*?)```", continued, re.S)[1])
+
+
+def run_commands(folder, name, commands):
+    """Run commands in one shell, and keep what they print in `<name>.log`."""
+    search = os.pathsep.join([str(folder / "forking"), str(ACTIVATE.parent), os.environ["PATH"]])
+    done = subprocess.run(
+        ["bash", "-c", "set -exo pipefail\n" + "".join(commands)],
+        cwd=folder,
+        env=os.environ | {"PATH": search, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    (folder / f"{Path(name).stem}.log").write_text(done.stdout)
+    assert done.returncode == 0, done.stdout[-6000:]
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """A shrunk copy of the project, with the reader's files, in which the demo has been run."""
+    if not ACTIVATE.exists():
+        pytest.skip("this interpreter is in no virtual environment, so there is no .venv")
+    folder = copy_project(tmp_path_factory.mktemp("project") / "clone")
+    shrink(folder / "config.yaml", SHRUNK | MERGED, runs=1)
+    for preset in (folder / "workflow" / "presets").glob("*-demo.yaml"):
+        shrink(preset, SHRUNK, runs=SWEEP_RUNS if preset.stem == "sweep-demo" else None)
+    add_files_of_the_reader(folder)
+    # From here on stages are forked from a process that has imported their packages.
+    forking = folder / "forking" / "snakemake"
+    run_commands(folder, "first", ["snakemake --cores all\n"])
+    forking.parent.mkdir()
+    forking.write_text(f"#!{sys.executable}{FORKING.format(stages=preloaded_python())}")
+    forking.chmod(0o755)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ran(project):
+    """Return a function that runs a page's commands, once, and returns what a command printed."""
+    finished = set()
+
+    def output(page, command=None):
+        if page not in finished:
+            run_commands(project, page, commands_of(page, project))
+            finished.add(page)
+        log = (project / f"{Path(page).stem}.log").read_text()
+        if command is None:
+            return log
+        after = log.split(f"\n+ {command}\n")[1]
+        return re.split(r"^\++ ", after, maxsplit=1, flags=re.MULTILINE)[0]
+
+    return output
+
+
+def commands_of(page, folder):
+    """Yield the blocks of a page for the shell; Python's are files."""
+    for number, block in enumerate(blocks(page)):
+        if block.is_run_here and block.language == "bash":
+            yield block.text
+        elif block.is_run_here:
+            file = folder / f"{Path(page).stem}-{number}.py"
+            file.write_text(block.text)
+            yield f"python {shlex.quote(file.name)}\n"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_of_a_page_run_one_after_the_other(page, ran):
+    assert ran(page)
+
+
+def doc(name):
+    return f"workflow/docs/{name}.md"
+
+
+def test_quickstart_ends_with_an_answer(ran):
+    printed = ran("README.md")
+    assert "run mine fits: a process takes" in printed
+    assert "run first\n  loss " in printed
+    command = "python -m workflow.scripts.chat first --prompt 'How do I repair a piano?'"
+    assert ran("README.md", command).strip()
+
+
+def test_other_evaluation_settings_did_not_train_again(ran):
+    log = ran(doc("report"))
+    assert "rule evaluate_run:" in log
+    assert "rule finetune:" not in log
+
+
+def test_rewound_run_was_trained_again(ran):
+    log = ran(doc("continue")).split("workflow.scripts.rewind demo 1")[1]
+    assert "rule finetune:" in log
+    assert "rule export_step:" in log
+
+
+def test_mixture_is_made_of_the_dense_base(ran):
+    assert "11,058,944, 8 experts" in ran(doc("choose-settings"))
+
+
+def test_served_adapter_has_its_checksums_and_answers(ran):
+    log = ran(doc("serve"))
+    assert "adapter_model.safetensors: OK" in log
+    assert "<|assistant|>" in log
+
+
+def test_artifacts_of_the_page_are_there(project, ran):
+    for page in PAGES:
+        ran(page)
+    listing = text_of(doc("artifacts")).split("| artifact | what it is |")[1].split("\n\n")[0]
+    rows = re.findall(r"^\| (.+?) \|", listing, re.MULTILINE)
+    paths = [path for row in rows for path in re.findall(r"`([^`]+)`", row) if "/" in path]
+    patterns = [re.sub(r"<\w+>", "*", path).rstrip("/") for path in paths]
+    assert len(patterns) >= 12
+    missing = {pattern for pattern in patterns if not list(project.glob(pattern))}
+    others = {f"results/runs/*/{path}" for path in ("convert_gguf", "check_served")}
+    assert missing == others | {"results/extended/*-*"}, "which need more than these runs"
+
+
+def test_make_train_is_the_command_of_the_pages(tmp_path):
+    copy_project(tmp_path / "clone")
+    shown = subprocess.run(
+        ["make", "--no-print-directory", "--dry-run", "train"],
+        cwd=tmp_path / "clone",
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    last = shown.stdout.splitlines()[-1]
+    assert last.startswith('PATH="')
+    assert last.endswith(" snakemake --cores all train")
+    assert "\nsnakemake --cores all train\n" in text_of(doc("quickstart"))
+
+
+def test_drawn_graph_is_the_rule_graph(tmp_path):
+    project = copy_project(tmp_path / "clone")
+    shown = subprocess.run(
+        [sys.executable, "-m", "snakemake", "--rulegraph", "mermaid-js", "--cores", "1"],
+        cwd=project,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    names = dict(re.findall(r"^\s*(id\d+)\[(\w+)\]", shown, re.MULTILINE))
+    arrows = {
+        (names[a], names[b]) for a, b in re.findall(r"^\s*(id\d+) --> (id\d+)", shown, re.MULTILINE)
+    }
+    # The target asks for the artifacts of every stage; only arrows between stages are drawn.
+    arrows = {(stage, user) for stage, user in arrows if user != "all"}
+    drawn = text_of(doc("artifacts")).split("```mermaid\n")[1].split("```")[0]
+    assert set(re.findall(r"(\w+) --> (\w+)", drawn)) == arrows
+    assert len(arrows) > 10
