@@ -35,12 +35,12 @@ def asked(number, world):
     before = signal.SIG_DFL
     signal.signal(number, before)  # who started the tests may have had SIGHUP ignored
     with StopRequest() as stop:
-        answers = [largest_of_all([stop.asked, False], world=world) for _ in range(2)]
+        answers = [largest_of_all([stop.requested, False], world=world) for _ in range(2)]
         if world.rank == 1:
             os.kill(os.getpid(), number)
-            while not stop.asked:  # any thread may be given it, at any time
+            while not stop.requested:  # any thread may be given it, at any time
                 time.sleep(0.01)
-        answers += [largest_of_all([stop.asked, False], world=world) for _ in range(2)]
+        answers += [largest_of_all([stop.requested, False], world=world) for _ in range(2)]
     return {"answers": answers, "restored": signal.getsignal(number) is before}
 
 
@@ -62,7 +62,7 @@ def test_signal_that_is_ignored_stays_ignored():
     try:
         with StopRequest() as stop:
             os.kill(os.getpid(), signal.SIGHUP)
-            assert not stop.asked
+            assert not stop.requested
     finally:
         signal.signal(signal.SIGHUP, before)
 

@@ -1,5 +1,5 @@
 """Packed rows are taken apart into documents and put together again without loss, in the shapes of
-the documents or in those of a room."""
+the documents or in those of a capacity."""
 
 from dataclasses import replace
 from itertools import chain
@@ -7,21 +7,24 @@ from itertools import chain
 import pytest
 import torch
 
-from workflow.lib.model.documents import documents_of, places_in, room_of
+from workflow.lib.model.documents import capacity_tokens, document_capacity, documents_of
 
 ROWS = [[9, 1, 13], [23], [2, 2, 19]]
 LENGTHS = [*chain.from_iterable(ROWS)]
 OTHERS = [[23], [3, 20], [8, 8, 1, 6]]
 LONGEST = 23
 ROOM = tuple(
-    map(max, *(room_of([*chain.from_iterable(r)], longest=LONGEST) for r in (ROWS, OTHERS)))
+    map(
+        max,
+        *(document_capacity([*chain.from_iterable(r)], longest=LONGEST) for r in (ROWS, OTHERS)),
+    )
 )
 
 shapes = pytest.mark.parametrize("room", [(), ROOM], ids=["exact", "room"])
 
 
 def documents(room, rows=ROWS):
-    return documents_of([*chain.from_iterable(rows)], room=room, longest=LONGEST)
+    return documents_of([*chain.from_iterable(rows)], capacity=room, longest=LONGEST)
 
 
 def rows_of(*shape):
@@ -43,18 +46,18 @@ def test_rows_are_put_together_as_they_were(room):
 def test_room_gives_other_rows_the_same_shapes():
     one, other = documents(ROOM), documents(ROOM, OTHERS)
     assert one.shapes == other.shapes
-    assert one.places is not None
-    assert other.places is not None
-    assert one.places.shape == other.places.shape
-    assert not torch.equal(one.places, other.places)
+    assert one.positions is not None
+    assert other.positions is not None
+    assert one.positions.shape == other.positions.shape
+    assert not torch.equal(one.positions, other.positions)
 
 
 def test_room_is_a_few_rows_more_than_what_is_needed():
     """The k-th longest document of any rows has a row of the length that it needs."""
-    assert room_of(LENGTHS, longest=LONGEST) == (7, 6, 4, 4, 2)
+    assert document_capacity(LENGTHS, longest=LONGEST) == (7, 6, 4, 4, 2)
     assert documents(ROOM).shapes == ((2, 23), (2, 16), (1, 8), (1, 4), (1, 2))
-    assert places_in(ROOM, longest=LONGEST) == 2 * 23 + 2 * 16 + 8 + 4 + 2
-    with pytest.raises(AssertionError, match="no room"):
+    assert capacity_tokens(ROOM, longest=LONGEST) == 2 * 23 + 2 * 16 + 8 + 4 + 2
+    with pytest.raises(AssertionError, match="longer than its group"):
         documents(ROOM, [[17, 6], [23], [23]])
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from workflow.lib.model.documents import documents_of, room_of
+from workflow.lib.model.documents import document_capacity, documents_of
 from workflow.lib.model.prepared_decoder import OneByOne
 from workflow.lib.system.errors import UserError
 
@@ -15,7 +15,7 @@ LENGTHS = [[9, 1, 13], [23], [2, 2, 19]]
 
 
 ALL = [9, 1, 13, 23, 2, 2, 19]
-ROOM = tuple(count + 1 for count in room_of(ALL, longest=23))  # one long document more
+ROOM = tuple(count + 1 for count in document_capacity(ALL, longest=23))  # one long document more
 
 
 class RunningSum(nn.Module):
@@ -38,7 +38,7 @@ def summed_by_hand(x, lengths):
 def test_every_document_is_summed_from_its_own_beginning(room):
     x = torch.randn(3, 23, 5, generator=torch.Generator().manual_seed(0)).requires_grad_()
     layer = Separated()
-    layer.documents = documents_of(ALL, room=room, longest=23)
+    layer.documents = documents_of(ALL, capacity=room, longest=23)
     y = layer(x)
     torch.testing.assert_close(y, summed_by_hand(x, LENGTHS))
     assert not torch.allclose(y, RunningSum()(x))
@@ -50,7 +50,7 @@ def test_every_document_is_summed_from_its_own_beginning(room):
 
 def test_no_shape_depends_on_what_only_the_device_knows():
     """Fake tensors have no values, so nothing can be asked of them."""
-    layer, documents = Separated(), documents_of(ALL, room=ROOM, longest=23)
+    layer, documents = Separated(), documents_of(ALL, capacity=ROOM, longest=23)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         layer.documents = documents.each(mode.from_tensor)
         x = torch.empty(3, 23, 5, requires_grad=True)

@@ -62,7 +62,7 @@ def test_shipped_peaks_are_what_the_engine_asks_for_today(process):
     run = settings_of([], seq_len=2048, rank=16, processes=1, batch=None)
     on = imagined_machine(1, BY_NAME["NVIDIA GeForce RTX 4090"])
     plan = replace(plan_from_settings(run, shape, on), accumulation_steps=16)
-    asked = PlanRecorder(process, config, shape).asked(plan)
+    asked = PlanRecorder(process, config, shape).recorded_plan(plan)
     shipped = known_peaks(config, asked, checked=True)
     (recorded,) = process.peaks(config, [asked])
     found, expected = stored(recorded), stored(shipped)

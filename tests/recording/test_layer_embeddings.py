@@ -12,7 +12,7 @@ from workflow.lib.checkpoints.meta_model import build_config_on_meta
 from workflow.lib.model.architecture.layer_choice import LayerChoice
 from workflow.lib.model.describe_model import describe_config
 from workflow.lib.planning.memory.replay import replay
-from workflow.lib.recording.some_layers import layer_kinds
+from workflow.lib.recording.repeat_layers import layer_kinds
 
 # Gemma 4 E2B with fewer layers, half of which share keys, and fewer tokens.
 CONFIG = llama_config(1536, 6144, 6, 8, 1, 32768, head_dim=256) | {

@@ -11,7 +11,7 @@ from workflow.lib.planning.memory.replay import replay
 from workflow.lib.planning.preflight.replay_check import NotRecordedError
 from workflow.lib.recording.engine_run import record
 from workflow.lib.recording.layer_tape import LayerTape
-from workflow.lib.recording.some_layers import NotRepeatableError, repeated, representatives
+from workflow.lib.recording.repeat_layers import NotRepeatableError, repeated, representatives
 
 LLAMA = llama_config(256, 640, 12, 4, 2, 1000)
 # Windows by turns, soft-capped scores, and a head that is tied to the embedding.

@@ -14,7 +14,7 @@ def main(args: argparse.Namespace) -> None:
     arguments = [args.behaviour, str(args.folder)]
     arguments += ["--log", str(args.log)] if args.log else []
     place = find_node(args.nodes, os.environ)
-    launch_workers(Workers("tests.support.launch_worker", arguments, args.processes, place=place))
+    launch_workers(Workers("tests.support.launch_worker", arguments, args.processes, node=place))
 
 
 if __name__ == "__main__":

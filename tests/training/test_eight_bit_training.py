@@ -124,7 +124,7 @@ def gate(world, base):
             found[name] = check_precision(training, store, config.train, world)
         except UserError as error:
             found[name] = str(error)
-        found[name, "on"] = training.matmul_precision.asked != (False, False)
+        found[name, "on"] = training.matmul_precision.by_pass != (False, False)
     return found
 
 

@@ -27,7 +27,7 @@ from workflow.lib.settings.schedule import step_rows
 from workflow.lib.system.files import read_json, write_json
 from workflow.lib.training.batches import stored_batch
 from workflow.lib.training.loop import Trainer, make_optimizer
-from workflow.lib.training.start_adapter import of_this_class, plain_name
+from workflow.lib.training.start_adapter import names_in_class, plain_name
 from workflow.lib.training.startup_checks import startup_checks
 
 BATCH, ROWS, SEQ_LEN, CPU = 6, 7, 19, torch.device("cpu")
@@ -216,7 +216,7 @@ def test_names_of_another_class_of_the_model_are_found_by_their_layers():
     part = "layers.0.self_attn.q_proj.lora_A.weight"
     places = [f"base_model.model.model.language_model.{part}", "base_model.model.lm_head.weight"]
     theirs = [f"base_model.model.language_model.model.{part}", places[1]]
-    assert of_this_class(dict(zip(theirs, "ab", strict=True)), places) == dict(
+    assert names_in_class(dict(zip(theirs, "ab", strict=True)), places) == dict(
         zip(places, "ab", strict=True)
     )
 
@@ -224,7 +224,7 @@ def test_names_of_another_class_of_the_model_are_found_by_their_layers():
 def test_names_that_layers_do_not_tell_apart_stay():
     part = "layers.0.self_attn.q_proj.lora_A.weight"
     theirs = {f"base_model.model.{tower}.{part}": tower for tower in ("vision", "text")}
-    assert of_this_class(theirs, [f"base_model.model.model.{part}"]) == theirs
+    assert names_in_class(theirs, [f"base_model.model.model.{part}"]) == theirs
 
 
 def change(tensors, how):

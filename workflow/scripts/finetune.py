@@ -26,7 +26,7 @@ def main(args: argparse.Namespace) -> None:
         "workflow.scripts.finetune_worker",
         sys.argv[1:],
         processes=plan.processes,
-        place=find_node(plan.nodes, os.environ),
+        node=find_node(plan.nodes, os.environ),
         grace_s=train["grace_seconds"],
         deterministic=train["deterministic"],
     )

@@ -197,7 +197,7 @@ def train(
                 state.best.offer(training, loss=metrics.heldout_loss, step=metrics.step)
             bar.update()
             bar.set_postfix_str(journal.line(metrics), refresh=False)
-            save_or_stop(state, step=metrics.step, asked=stop.asked, tokens=args.tokens)
+            save_or_stop(state, step=metrics.step, asked=stop.requested, tokens=args.tokens)
             if state.ends_early:
                 break
             pulse.step(metrics.step + 1)

@@ -45,7 +45,9 @@ class Noting:
     def peaks(self, plans: Sequence[StepPlan]) -> list[Peaks]:
         made = self._recorder.peaks(plans)
         for plan, peaks in zip(plans, made, strict=True):
-            self.found[shipped_key(self._config, self._recorder.asked(plan))] = stored(peaks)
+            self.found[shipped_key(self._config, self._recorder.recorded_plan(plan))] = stored(
+                peaks
+            )
         return made
 
     def tape(self, plan: StepPlan) -> Tape:

@@ -75,7 +75,7 @@ def test_values_and_gradients_are_those_of_rounded_products(tmp_path, where, nod
     types = MatmulPrecision(**WAYS[where])
     layers = layers_of(tmp_path, types, bias=bias)
     x, grads = random(6, IN, seed=2).requires_grad_(), [random(6, OUT, seed=s) for s in (3, 4)]
-    forward, backward = types.asked
+    forward, backward = types.by_pass
     with types.in_eight_bits():
         if nodes == "one node":
             ours = nf4_lora_matmuls(x, layers)

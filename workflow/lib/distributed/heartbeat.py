@@ -147,8 +147,12 @@ def _position(stack: list[traceback.FrameSummary]) -> str:
     """Return the position of a thread: the innermost line of this workflow, and of all."""
     if not stack:
         return "nowhere"
-    ours = [entry for entry in stack if f"{os.sep}workflow{os.sep}" in entry.filename]
-    chosen = [*ours[-1:], stack[-1]] if ours and ours[-1] is not stack[-1] else [stack[-1]]
+    own_frames = [entry for entry in stack if f"{os.sep}workflow{os.sep}" in entry.filename]
+    chosen = (
+        [*own_frames[-1:], stack[-1]]
+        if own_frames and own_frames[-1] is not stack[-1]
+        else [stack[-1]]
+    )
     return " -> ".join(f"{Path(e.filename).name}:{e.lineno} {e.name}" for e in chosen)
 
 

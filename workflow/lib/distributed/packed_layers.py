@@ -126,12 +126,12 @@ class _PackedLayer:
 
     def _gather(self, buffer: torch.Tensor) -> None:
         """Fill a buffer with all processes' slices; slices on the host are copied first."""
-        mine = self.slice
+        own_slice = self.slice
         if self.on_host:
-            mine = buffer.narrow(0, self._slice_start, self.slice_bytes)
-            mine.copy_(self.slice, non_blocking=True)
+            own_slice = buffer.narrow(0, self._slice_start, self.slice_bytes)
+            own_slice.copy_(self.slice, non_blocking=True)
         if self._axis.size() > 1:
-            ALL_GATHER(buffer, mine, group=self._axis.get_group())
+            ALL_GATHER(buffer, own_slice, group=self._axis.get_group())
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
@@ -210,9 +210,9 @@ class PackedLayers:
         gpu = torch.get_device_module(world.device)
         stream = gpu.Stream(world.device) if world.device.type in GPUS else None
         paths = {id(linear): checkpoint_name(path) for path, linear in nf4_linears(model)}
-        places = dict.fromkeys(on_device, False) | dict.fromkeys(on_host, True)
+        from_host_by_layer = dict.fromkeys(on_device, False) | dict.fromkeys(on_host, True)
         self._layers: dict[int, _PackedLayer] = {}
-        for number, from_host in sorted(places.items()):
+        for number, from_host in sorted(from_host_by_layer.items()):
             linears = [(paths[id(linear)], linear) for _, linear in nf4_linears(layers[number])]
             if not linears:
                 continue

@@ -43,26 +43,26 @@ class Piece:
     local: torch.Tensor
     offset: tuple[int, ...]
     shape: tuple[int, ...]
-    mine: bool  # False: another process writes the same values
+    is_written: bool  # False: another process writes the same values
 
     def staged(self) -> "Piece":
         """Return a copy on the CPU, which training cannot change."""
         copy = self.local.detach().to("cpu", copy=True).contiguous()
-        return Piece(copy, self.offset, self.shape, self.mine)
+        return Piece(copy, self.offset, self.shape, self.is_written)
 
 
 def piece_of(tensor: torch.Tensor, *, rank: int) -> Piece:
     """Return this process's part of a tensor; rank 0 writes undistributed ones."""
     if not isinstance(tensor, DTensor):
         whole = tensor.detach()
-        return Piece(whole, (0,) * whole.dim(), tuple(whole.shape), mine=rank == 0)
+        return Piece(whole, (0,) * whole.dim(), tuple(whole.shape), is_written=rank == 0)
     (chunk,) = tensor.__create_chunk_list__()
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "this process is in the mesh"
     axes = zip(coordinate, tensor.placements, strict=True)
     first = all(index == 0 for index, placement in axes if placement.is_replicate())
     local = tensor.to_local().detach()
-    return Piece(local, tuple(chunk.offsets), tuple(tensor.shape), mine=first)
+    return Piece(local, tuple(chunk.offsets), tuple(tensor.shape), is_written=first)
 
 
 def write_sharded(
@@ -105,7 +105,7 @@ def _raise_first(results: Iterable[Any]) -> None:
 def _write_part(
     path: Path, pieces: Mapping[str, Piece], companions: Iterable[Path]
 ) -> dict[str, Any]:
-    written = {n: piece for n, piece in pieces.items() if piece.mine and piece.local.numel()}
+    written = {n: piece for n, piece in pieces.items() if piece.is_written and piece.local.numel()}
     save_file({name: piece.local for name, piece in written.items()}, path)
     path.chmod(0o644)  # safetensors keeps other users out
     files = [path, *companions]

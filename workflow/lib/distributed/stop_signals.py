@@ -16,7 +16,7 @@ class StopRequest:
     ignored (SIGHUP under `nohup`) stays ignored."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.requested = False
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -31,4 +31,4 @@ class StopRequest:
     def _ask(self, number: int, frame: FrameType | None) -> None:
         # Only a flag, which all processes exchange between two steps: an exception here would leave
         # the others waiting in their next collective.
-        self.asked = True
+        self.requested = True

@@ -166,7 +166,7 @@ class SlicedCrossEntropy(LinearCrossEntropy):
         own_states = _padded(hidden[rows], count, fill=0)
         all_targets = _gathered(_padded(targets[rows], count, fill=IGNORED), group)
         states = _gathered(own_states, group)
-        here = len(hidden[rows])
+        num_rows = len(hidden[rows])
         assert isinstance(self.head.module, SlicedHead)
         ranges = local_range(self.head.module.weight)
         columns = _TargetColumns(all_targets, ranges)
@@ -185,14 +185,14 @@ class SlicedCrossEntropy(LinearCrossEntropy):
             every = _gathered(own_numbers, group).view(group.size(), *own_numbers.shape)
             numbers = over_slices(every)
             losses = outcomes.losses(numbers)
-            gradient = lambda: taught.of_slopes(outcomes.slopes(numbers))  # noqa: E731
-        losses = losses[group.rank() * count :][:here]
+            gradient = lambda: taught.slopes_gradient(outcomes.slopes(numbers))  # noqa: E731
+        losses = losses[group.rank() * count :][:num_rows]
         if not torch.is_grad_enabled():
             return losses, None
         grad = gradient().float()  # of this slice; added up in fp32
         own_grad = torch.empty_like(grad[:count])
         REDUCE_SCATTER(own_grad, grad, group=group)
-        return losses, own_grad[:here]
+        return losses, own_grad[:num_rows]
 
 
 class _TargetColumns:
@@ -207,8 +207,8 @@ class _TargetColumns:
 
     def numbers(self) -> torch.Tensor:
         """Return (rows,): `ELSEWHERE` for targets in another slice, `IGNORED` for none."""
-        here = self._columns[:, 0].masked_fill(~self._inside, ELSEWHERE)
-        return here.masked_fill_(self.ignored, IGNORED)
+        columns = self._columns[:, 0].masked_fill(~self._inside, ELSEWHERE)
+        return columns.masked_fill_(self.ignored, IGNORED)
 
     def chosen(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the logit (rows,) of each target that is in this slice, 0 for the others."""
@@ -254,15 +254,15 @@ class _StoredPart(_Part):
         slope = self.logits.sub_(log_sums[:, None]).exp_()  # autograd keeps no logits
         self.columns.subtract_one_(slope)
         slope.masked_fill_(self.columns.ignored[:, None], 0.0)
-        return self.of_slopes(slope)
+        return self.slopes_gradient(slope)
 
-    def of_slopes(self, slope: torch.Tensor) -> torch.Tensor:
+    def slopes_gradient(self, slope: torch.Tensor) -> torch.Tensor:
         """Return the same for slopes (rows, columns) by the logits."""
         leaf, logits = self._leaf_and_logits
-        (of_leaf,) = torch.autograd.grad(logits, leaf, slope)
+        (leaf_grad,) = torch.autograd.grad(logits, leaf, slope)
         if self.trained is None:
-            return of_leaf
-        return self.trained.backward(self.states, of_leaf, self.weights)
+            return leaf_grad
+        return self.trained.backward(self.states, leaf_grad, self.weights)
 
 
 class _FusedPart(_Part):

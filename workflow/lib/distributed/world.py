@@ -129,5 +129,7 @@ def any_of_all(value: ValueT | None, *, world: World) -> ValueT | None:
 def decide_kernels(world: World, decision: Decision = DECISION) -> None:
     """Turn off on all processes the kernels that one cannot use. Collective."""
     if world.size > 1:
-        known = world.gathered(decision.faults)
-        decision.adopt({key: fault for faults in known for key, fault in faults.items()})
+        faults_by_process = world.gathered(decision.faults)
+        decision.adopt(
+            {key: fault for faults in faults_by_process for key, fault in faults.items()}
+        )

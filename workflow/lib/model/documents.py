@@ -2,7 +2,7 @@
 
 Documents of similar length form a group, padded at their ends by the last token: causal layers do
 not see that, and its gradient is 0. Indices are computed on the host. Shapes follow the lengths, or
-a `Room` for any documents, which is the same for all micro-batches, as CUDA graphs need."""
+a `DocumentCapacity`, which is the same for all micro-batches, as CUDA graphs need."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,41 +12,40 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-Room = tuple[int, ...]
+DocumentCapacity = tuple[int, ...]
 """The numbers of documents with at least 1, 2, 4, 8, ... tokens, each up to the longest allowed."""
 Numbers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Places of the tokens of packed rows when each document is a row of its own. tokens: T, of all
-    rows. shapes: documents and padded length by group, P places in all. places: (P,) int64, the
-    token at each; order: (T,) int64, each token's place; both None where documents are rows
-    already."""
+    """Indices of packed rows and rows of single documents. tokens: T, of all packed rows. shapes:
+    documents and padded length by group, P positions in all. positions: (P,) int64, the token at
+    each; order: (T,) int64, each token's position; both None where documents are rows already."""
 
     tokens: int
     shapes: tuple[tuple[int, int], ...]
-    places: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
     order: torch.Tensor | None = None
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Documents":
         """Return the same with `change` applied to its tensors."""
-        if self.places is None or self.order is None:
+        if self.positions is None or self.order is None:
             return self
-        return Documents(self.tokens, self.shapes, change(self.places), change(self.order))
+        return Documents(self.tokens, self.shapes, change(self.positions), change(self.order))
 
     def are_rows(self, shape: Sequence[int]) -> bool:
         """Whether each row of a tensor of this shape (rows, tokens, ...) is one document."""
-        return self.places is None and self.shapes == (tuple(shape[:2]),)
+        return self.positions is None and self.shapes == (tuple(shape[:2]),)
 
     def apart(self, x: torch.Tensor) -> list[torch.Tensor]:
         """Split packed rows (1 or rows, tokens, ...) by group: (documents, length, ...)."""
         rows = self.tokens // x.shape[1]
         flat = x.expand(rows, *x.shape[1:]).flatten(0, 1)
-        if self.places is None:
+        if self.positions is None:
             return [flat.unflatten(0, self.shapes[0])]
-        at_places: torch.Tensor = _Apart.apply(flat, self.places, self.order)  # type: ignore[no-untyped-call]
-        parts = at_places.split([count * length for count, length in self.shapes])
+        at_positions: torch.Tensor = _Apart.apply(flat, self.positions, self.order)  # type: ignore[no-untyped-call]
+        parts = at_positions.split([count * length for count, length in self.shapes])
         return [part.unflatten(0, shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def together(self, parts: Sequence[torch.Tensor], rows: torch.Size) -> torch.Tensor:
@@ -59,20 +58,20 @@ class Documents:
 
     def starts(self, device: torch.device) -> list[torch.Tensor]:
         """Return the first token (documents,) int64 of each document by group."""
-        if self.places is None:
+        if self.positions is None:
             count, length = self.shapes[0]
             return [torch.arange(count, device=device) * length]
-        parts = self.places.split([count * length for count, length in self.shapes])
+        parts = self.positions.split([count * length for count, length in self.shapes])
         return [part[::length] for part, (_, length) in zip(parts, self.shapes, strict=True)]
 
 
 class _Apart(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tokens: torch.Tensor, places: torch.Tensor, order: torch.Tensor
+        ctx: Any, tokens: torch.Tensor, positions: torch.Tensor, order: torch.Tensor
     ) -> torch.Tensor:
         ctx.order = order
-        return tokens.index_select(0, places)
+        return tokens.index_select(0, positions)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -81,70 +80,72 @@ class _Apart(torch.autograd.Function):
 
 class _Together(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, at_places: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-        ctx.order, ctx.shape = order, at_places.shape
-        return at_places.index_select(0, order)
+    def forward(ctx: Any, at_positions: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        ctx.order, ctx.shape = order, at_positions.shape
+        return at_positions.index_select(0, order)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grads[0].new_zeros(ctx.shape).index_copy_(0, ctx.order, grads[0]), None
 
 
-def room_of(lengths: Sequence[int], *, longest: int) -> Room:
-    """Return the room for documents of these lengths; longest: bound of a document's length."""
+def document_capacity(lengths: Sequence[int], *, longest: int) -> DocumentCapacity:
+    """Return the capacity for documents of these lengths; longest: bound of a document's length."""
     sizes = np.asarray(lengths)
     return tuple(int((sizes >= 2**digit).sum()) for digit in range(longest.bit_length()))
 
 
-def places_in(room: Room, *, longest: int) -> int:
-    """Return the places that a room has for tokens."""
-    return sum(count * length for count, length in _shapes_in(room, longest))
+def capacity_tokens(capacity: DocumentCapacity, *, longest: int) -> int:
+    """Return the tokens of a capacity with all padding."""
+    return sum(count * length for count, length in _shapes_in(capacity, longest))
 
 
 def documents_of(
-    lengths: Sequence[int], *, room: Room = (), longest: int | None = None
+    lengths: Sequence[int], *, capacity: DocumentCapacity = (), longest: int | None = None
 ) -> Documents:
-    """Return the documents of these lengths, in order, on the host. room: its groups alone, each
-    document in the shortest with space; longest: bound of a document's length."""
+    """Return the documents of these lengths, in order, on the host. capacity: its groups alone,
+    each document in the shortest with space; longest: bound of a document's length."""
     sizes = np.asarray(lengths, dtype=np.int64)
     tokens = int(sizes.sum())
-    if not room and (sizes == sizes[0]).all():
+    if not capacity and (sizes == sizes[0]).all():
         return Documents(tokens, ((len(sizes), int(sizes[0])),))
     by_length = np.argsort(-sizes, kind="stable")
-    shapes = _shapes_in(room, longest or tokens) if room else _shapes_of(sizes[by_length])
-    places, order = _places(sizes, by_length, shapes)
-    return Documents(tokens, shapes, torch.from_numpy(places), torch.from_numpy(order))
+    shapes = _shapes_in(capacity, longest or tokens) if capacity else _shapes_of(sizes[by_length])
+    positions, order = _positions(sizes, by_length, shapes)
+    return Documents(tokens, shapes, torch.from_numpy(positions), torch.from_numpy(order))
 
 
 def _shapes_of(falling: Numbers) -> tuple[tuple[int, int], ...]:
-    """Return groups by the binary digits of lengths: padding is under half of the places."""
+    """Return groups by the binary digits of lengths: padding is under half of the positions."""
     digits = [int(length).bit_length() for length in falling]
     firsts = [digits.index(digit) for digit in sorted({*digits}, reverse=True)]
     return tuple((digits.count(digits[first]), int(falling[first])) for first in firsts)
 
 
-def _shapes_in(room: Room, longest: int) -> tuple[tuple[int, int], ...]:
-    """Return the groups of a room, those of long documents first."""
-    counts = [more - still_more for more, still_more in zip(room, (*room[1:], 0), strict=True)]
-    lengths = [min(2 ** (digit + 1), longest) for digit in range(len(room))]
+def _shapes_in(capacity: DocumentCapacity, longest: int) -> tuple[tuple[int, int], ...]:
+    """Return the groups of a capacity, long documents first."""
+    counts = [
+        more - still_more for more, still_more in zip(capacity, (*capacity[1:], 0), strict=True)
+    ]
+    lengths = [min(2 ** (digit + 1), longest) for digit in range(len(capacity))]
     pairs = zip(reversed(counts), reversed(lengths), strict=True)
     return tuple((count, length) for count, length in pairs if count)
 
 
-def _places(
+def _positions(
     sizes: Numbers, by_length: Numbers, shapes: tuple[tuple[int, int], ...]
 ) -> tuple[Numbers, Numbers]:
-    """Return `Documents.places` and `order`; the k-th longest document has the k-th row."""
+    """Return `Documents.positions` and `order`; the k-th longest document has the k-th row."""
     widths = np.concatenate([np.full(count, length) for count, length in shapes])
     first, last = np.zeros_like(widths), np.zeros_like(widths)  # of an empty row: token 0
     begins, own = np.cumsum(sizes) - sizes, slice(len(sizes))
     first[own] = begins[by_length]
     last[own] = first[own] + sizes[by_length] - 1
-    assert (last - first < widths).all(), "a document has no room"
+    assert (last - first < widths).all(), "a document is longer than its group"
     offsets = np.cumsum(widths) - widths
     column = np.arange(widths.sum()) - np.repeat(offsets, widths)
-    places = np.minimum(np.repeat(first, widths) + column, np.repeat(last, widths))
+    positions = np.minimum(np.repeat(first, widths) + column, np.repeat(last, widths))
     row_of = np.empty_like(by_length)
     row_of[by_length] = np.arange(len(sizes))
     order = np.arange(sizes.sum()) + np.repeat(offsets[row_of] - begins, sizes)
-    return places, order
+    return positions, order

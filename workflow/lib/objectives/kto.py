@@ -69,8 +69,8 @@ class RatedAnswers:
         z = v.new_zeros(()) if batch.estimate is None else reference_point(batch.estimate)
         with torch.no_grad():
             every = (self.beta * v, answer.log_p)
-            of_kinds = [x.where(kind, 0.0).sum() for x in every for kind in (good, ~good)]
-            figures = torch.stack([*of_kinds, mismatched.ratio.sum()])
+            sums_by_kind = [x.where(kind, 0.0).sum() for x in every for kind in (good, ~good)]
+            figures = torch.stack([*sums_by_kind, mismatched.ratio.sum()])
         return self._losses(v, good, z).sum(), figures
 
     def _losses(self, v: torch.Tensor, good: torch.Tensor, z: torch.Tensor) -> torch.Tensor:

@@ -58,7 +58,7 @@ def answers(log_probs: torch.Tensor, batch: TokensOfBatch) -> tuple[Answers, Ans
     every = [log_probs, batch.reference, torch.ones_like(log_probs)]
     sums = [None if x is None else document_sums(x, batch) for x in every]
     first, second = (
-        [None if of is None else of[batch.firsts + place] for of in sums] for place in (0, 1)
+        [None if of is None else of[batch.firsts + offset] for of in sums] for offset in (0, 1)
     )
     return Answers(*first), Answers(*second)  # type: ignore[arg-type]
 
@@ -66,7 +66,7 @@ def answers(log_probs: torch.Tensor, batch: TokensOfBatch) -> tuple[Answers, Ans
 def measured_answers(documents: DocumentSums) -> tuple[Answers, Answers]:
     """Return each example's first and second document."""
     every = (documents.log_p, documents.reference, documents.tokens)
-    first, second = ([None if of is None else of[place::2] for of in every] for place in (0, 1))
+    first, second = ([None if of is None else of[offset::2] for of in every] for offset in (0, 1))
     return Answers(*first), Answers(*second)  # type: ignore[arg-type]
 
 

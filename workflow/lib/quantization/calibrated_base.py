@@ -38,7 +38,7 @@ from workflow.lib.quantization.calibration import (
     Hidden,
     QuantizedLayer,
 )
-from workflow.lib.quantization.layer_stream import Batch, Beside, LayerStream, beside_of
+from workflow.lib.quantization.layer_stream import Batch, LayerCarry, LayerStream, carry_of
 from workflow.lib.quantization.nf4_checkpoint import SHARD_BYTES, ShardWriter, quantized_tensors
 from workflow.lib.quantization.nf4_codes import packed_codes, stored_tensors
 from workflow.lib.settings.config import QuantizeConfig
@@ -123,7 +123,7 @@ def _write_layer(
 def write_state(
     folder: Path,
     hidden: Hidden,
-    beside: Mapping[str, Sequence[Beside]],
+    beside: Mapping[str, Sequence[LayerCarry]],
     *,
     layers: int,
     fingerprint: str,
@@ -146,7 +146,7 @@ def write_state(
 
 def read_state(
     folder: Path, fingerprint: str
-) -> tuple[int, Hidden, dict[str, list[Beside]]] | None:
+) -> tuple[int, Hidden, dict[str, list[LayerCarry]]] | None:
     """Return the number of finished layers, and the state after them; None without a state."""
     try:
         with safe_open(folder / STATE, framework="pt") as file:
@@ -154,18 +154,20 @@ def read_state(
             if facts["fingerprint"] != fingerprint:
                 return None
             layers = int(facts["layers"])
-            found: dict[str, dict[int, dict[str, torch.Tensor]]] = {}
+            batches_by_model: dict[str, dict[int, dict[str, torch.Tensor]]] = {}
             for key in file.keys():  # noqa: SIM118 (not a mapping)
                 name, number, part = key.split(".", 2)
-                batches = found.setdefault(name, {})
+                batches = batches_by_model.setdefault(name, {})
                 batches.setdefault(int(number), {})[part] = file.get_tensor(key)
     except (OSError, SafetensorError, KeyError, ValueError):
         return None
     if not all(layer_path(folder, number).is_file() for number in range(layers)):
         return None
-    ordered = {name: [batches[n] for n in sorted(batches)] for name, batches in found.items()}
+    ordered = {
+        name: [batches[n] for n in sorted(batches)] for name, batches in batches_by_model.items()
+    }
     hidden = {name: [parts.pop(HIDDEN) for parts in batches] for name, batches in ordered.items()}
-    beside = {name: [beside_of(parts) for parts in batches] for name, batches in ordered.items()}
+    beside = {name: [carry_of(parts) for parts in batches] for name, batches in ordered.items()}
     return layers, {model: [] for model in MODELS} | hidden, beside
 
 

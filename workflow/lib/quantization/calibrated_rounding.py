@@ -104,8 +104,8 @@ def searched_scales(
     `importance` (in,). Of equal ones the first: bitsandbytes' own unless another is better."""
     scales = []
     for first, blocks in _numbered(_blocks(weight, block_size).split(BLOCKS)):
-        places = torch.arange(blocks.numel(), device=weight.device) + first * block_size
-        scales.append(_best_scales(blocks, importance[places % len(importance)].view_as(blocks)))
+        columns = torch.arange(blocks.numel(), device=weight.device) + first * block_size
+        scales.append(_best_scales(blocks, importance[columns % len(importance)].view_as(blocks)))
     return torch.cat(scales)
 
 

@@ -153,10 +153,10 @@ class _Outside:
         self, stream: LayerStream, linears: Collection[str], settings: QuantizeConfig
     ) -> None:
         modules = stream.model.named_modules()
-        found = [x for path, x in modules if isinstance(x, nn.Linear) and path in linears]
-        self._weights = [linear.weight for linear in found]
+        outside_linears = [x for path, x in modules if isinstance(x, nn.Linear) and path in linears]
+        self._weights = [linear.weight for linear in outside_linears]
         self._originals = [weight.detach().clone() for weight in self._weights]
-        for linear in found:
+        for linear in outside_linears:
             put_absmax_(linear, settings)
         self._stored = [weight.detach().clone() for weight in self._weights]
 
@@ -210,12 +210,12 @@ def quantized_modules(
     layer: nn.Module, linears: Collection[str], *, prefix: str
 ) -> dict[str, nn.Module]:
     """Return linears (of `linears`) and experts of a layer at `prefix`, by path in the layer."""
-    found: dict[str, nn.Module] = {
+    modules: dict[str, nn.Module] = {
         path: module
         for path, module in layer.named_modules()
         if isinstance(module, nn.Linear) and f"{prefix}.{path}" in linears
     }
-    return found | dict(experts_modules(layer))
+    return modules | dict(experts_modules(layer))
 
 
 def _weights(parts: dict[str, nn.Module]) -> Iterator[torch.Tensor]:

@@ -38,10 +38,10 @@ def counted_tokens(counted: torch.Tensor | None, documents: Documents | None) ->
     whole = None if counted is None else counted.flatten()
     if documents is None or documents.order is None:
         return Counted(whole)
-    of_tokens = torch.ones_like(documents.order, dtype=torch.bool) if whole is None else whole
+    is_counted = torch.ones_like(documents.order, dtype=torch.bool) if whole is None else whole
     sizes = [count * length for count, length in documents.shapes]
-    at_places = torch.zeros(sum(sizes), dtype=torch.bool, device=of_tokens.device)
-    at_places[documents.order] = of_tokens  # padding does not count
+    at_places = torch.zeros(sum(sizes), dtype=torch.bool, device=is_counted.device)
+    at_places[documents.order] = is_counted  # padding does not count
     return Counted(whole, at_places.split(sizes))
 
 
@@ -156,6 +156,6 @@ def expert_tokens(
             chosen.append(counted.of(index, call=0).cpu())
 
         _with_inputs({path: experts}, keep, run)
-    found = ExpertTokens(torch.cat(states), torch.cat(chosen))
-    _check_finite(found.states, path)
-    return found
+    tokens = ExpertTokens(torch.cat(states), torch.cat(chosen))
+    _check_finite(tokens.states, path)
+    return tokens

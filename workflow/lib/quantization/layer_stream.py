@@ -25,14 +25,14 @@ from workflow.lib.model.prepared_decoder import PreparedDecoder, documents_in
 from workflow.lib.quantization.layer_inputs import Counted, counted_tokens
 from workflow.lib.system.errors import UserError
 
-Given = tuple[tuple[Any, ...], dict[str, Any]]
+LayerArguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of a layer's forward, by place and by name."""
 Shared = dict[str, dict[str, tuple[torch.Tensor, ...]]]
 """Tensors in mappings that layers share, by argument and key."""
 
 
 @dataclass(frozen=True)
-class Beside:
+class LayerCarry:
     """A layer's inputs beside hidden states, from the layers before it, in host memory."""
 
     others: tuple[torch.Tensor | None, ...] | None = None
@@ -45,25 +45,25 @@ class Beside:
             return hidden
         return hidden, *(None if x is None else x.to(hidden.device) for x in self.others)
 
-    def put_into(self, given: Given) -> None:
+    def put_into(self, arguments: LayerArguments) -> None:
         """Put the shared values of the layers before into a layer's arguments."""
-        device = next(tensors_in(given)).device
-        for argument, mapping in _mappings(given):
+        device = next(tensors_in(arguments)).device
+        for argument, mapping in _mappings(arguments):
             for key, tensors in self.shared.get(argument, {}).items():
                 mapping[key] = tuple(x.to(device) for x in tensors)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = {}
+        named: dict[str, torch.Tensor] = {}
         if self.others is not None:
-            found["returned"] = torch.tensor(len(self.others))
-            found |= {f"other/{n}": x for n, x in enumerate(self.others) if x is not None}
+            named["returned"] = torch.tensor(len(self.others))
+            named |= {f"other/{n}": x for n, x in enumerate(self.others) if x is not None}
         for argument, mapping in self.shared.items():
             for key, parts in mapping.items():
-                found |= {f"shared/{argument}/{key}/{n}": x for n, x in enumerate(parts)}
-        return found
+                named |= {f"shared/{argument}/{key}/{n}": x for n, x in enumerate(parts)}
+        return named
 
 
-def beside_of(tensors: Mapping[str, torch.Tensor]) -> Beside:
+def carry_of(tensors: Mapping[str, torch.Tensor]) -> LayerCarry:
     others, shared = None, Shared()
     if "returned" in tensors:
         others = tuple(tensors.get(f"other/{n}") for n in range(int(tensors["returned"])))
@@ -72,34 +72,36 @@ def beside_of(tensors: Mapping[str, torch.Tensor]) -> Beside:
             _, argument, key, _ = name.split("/")
             kept = shared.setdefault(argument, {})
             kept[key] = (*kept.get(key, ()), tensors[name])
-    return Beside(others, shared)
+    return LayerCarry(others, shared)
 
 
 class Watched:
     """A layer's forward, and its outputs beside hidden states."""
 
-    def __init__(self, given: Given) -> None:
-        self._given = given
-        self._before = {name: dict(mapping) for name, mapping in _mappings(given)}
+    def __init__(self, arguments: LayerArguments) -> None:
+        self._arguments = arguments
+        self._before = {name: dict(mapping) for name, mapping in _mappings(arguments)}
 
-    def handed_on(self, output: Any, before: Beside, next_given: Given | None) -> Beside:
-        """Return the next layer's inputs beside hidden states, on the host. next_given: its
+    def handed_on(
+        self, output: Any, before: LayerCarry, next_arguments: LayerArguments | None
+    ) -> LayerCarry:
+        """Return the next layer's inputs beside hidden states, on the host. next_arguments: its
         arguments (None: no layer). before: inputs of this layer."""
         shared = {name: dict(mapping) for name, mapping in before.shared.items()}
-        for name, mapping in _mappings(self._given):
+        for name, mapping in _mappings(self._arguments):
             for key, value in mapping.items():
                 if value is not self._before[name].get(key):
                     parts = value if isinstance(value, tuple) else (value,)
                     shared.setdefault(name, {})[key] = tuple(x.cpu() for x in parts)
         if not isinstance(output, tuple):
-            return Beside(None, shared)
-        wanted = {id(x) for x in tensors_in(next_given)}
-        return Beside(tuple(x.cpu() if id(x) in wanted else None for x in output[1:]), shared)
+            return LayerCarry(None, shared)
+        wanted = {id(x) for x in tensors_in(next_arguments)}
+        return LayerCarry(tuple(x.cpu() if id(x) in wanted else None for x in output[1:]), shared)
 
 
-def refuse_unlike(layer: str, given: Given, followed: Given) -> None:
+def refuse_unlike(layer: str, expected: LayerArguments, followed: LayerArguments) -> None:
     """Raise `UserError` if a layer's actual tensors (`followed`) differ from the expected ones."""
-    pairs = zip(tensors_in(given), tensors_in(followed), strict=True)
+    pairs = zip(tensors_in(expected), tensors_in(followed), strict=True)
     if not all(torch.equal(torch.nan_to_num(x), torch.nan_to_num(y)) for x, y in pairs):
         raise UserError(
             f"{layer} is given more of the layers before it than what the last of them returns, so "
@@ -108,14 +110,14 @@ def refuse_unlike(layer: str, given: Given, followed: Given) -> None:
         )
 
 
-def hidden_in(given: Given) -> torch.Tensor:
-    positional, named = given
+def hidden_in(arguments: LayerArguments) -> torch.Tensor:
+    positional, named = arguments
     states: torch.Tensor = positional[0] if positional else named["hidden_states"]
     return states
 
 
-def with_hidden(given: Given, hidden: torch.Tensor | None) -> Given:
-    positional, named = given
+def with_hidden(arguments: LayerArguments, hidden: torch.Tensor | None) -> LayerArguments:
+    positional, named = arguments
     if positional:
         return (hidden, *positional[1:]), named
     return positional, named | {"hidden_states": hidden}
@@ -132,9 +134,9 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(part)
 
 
-def _mappings(given: Given) -> Iterator[tuple[str, MutableMapping[str, Any]]]:
+def _mappings(arguments: LayerArguments) -> Iterator[tuple[str, MutableMapping[str, Any]]]:
     """Yield name and value of mutable mappings among the arguments."""
-    positional, named = given
+    positional, named = arguments
     for name, value in [*((str(n), x) for n, x in enumerate(positional)), *named.items()]:
         if isinstance(value, MutableMapping):
             yield name, value
@@ -153,36 +155,36 @@ class Batch:
     """int64, shape (rows, tokens): 0 where a document begins. None: one document a row."""
     counted: torch.Tensor | None = None
     """bool, shape (rows, tokens): the calibration tokens. None: all."""
-    beside: dict[int, Beside] = field(default_factory=lambda: {0: Beside()})
+    beside: dict[int, LayerCarry] = field(default_factory=lambda: {0: LayerCarry()})
     """A layer's inputs besides hidden states, by its number; of one layer, or of two."""
 
     @property
     def positions(self) -> torch.Tensor:
         if self.position_ids is not None:
             return self.position_ids
-        places = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)
-        return places.expand_as(self.input_ids)
+        positions = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)
+        return positions.expand_as(self.input_ids)
 
     def for_another_model(self) -> "Batch":
         """Return the same rows, before any layer of another model."""
-        return replace(self, beside={0: Beside()})
+        return replace(self, beside={0: LayerCarry()})
 
 
 @dataclass
-class _Turn:
+class LayerPass:
     """Stand-ins in one forward: those before `number` return `hidden` with `beside`; it may run."""
 
     number: int
     hidden: torch.Tensor | None = None
-    beside: Beside = field(default_factory=Beside)
+    beside: LayerCarry = field(default_factory=LayerCarry)
     runs: bool = False
     output: Any = None  # of the layer that ran
     watched: Watched | None = None
-    given: Given | None = None
+    arguments: LayerArguments | None = None
     """Arguments of the layer after it, or its own if it does not run; None after the last."""
 
 
-NO_TURN = _Turn(0)
+IDLE = LayerPass(0)
 
 
 class _ReachedError(Exception):
@@ -197,7 +199,7 @@ class _StandIn(nn.Module):
         # Not as a submodule: then the model would still hold the layer's parameters.
         object.__setattr__(self, "stands_for", layer)
         self._number = number
-        self.turn = NO_TURN
+        self.layer_pass = IDLE
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -206,19 +208,19 @@ class _StandIn(nn.Module):
             return getattr(object.__getattribute__(self, "stands_for"), name)
 
     def forward(self, *positional: Any, **named: Any) -> Any:
-        turn, given = self.turn, (positional, named)
-        if self._number < turn.number:
-            assert turn.hidden is not None, "the layer before has returned hidden states"
-            turn.beside.put_into(given)
-            return turn.beside.output(turn.hidden)
-        if self._number > turn.number or not turn.runs:
-            turn.given = given
+        layer_pass, arguments = self.layer_pass, (positional, named)
+        if self._number < layer_pass.number:
+            assert layer_pass.hidden is not None, "the layer before has returned hidden states"
+            layer_pass.beside.put_into(arguments)
+            return layer_pass.beside.output(layer_pass.hidden)
+        if self._number > layer_pass.number or not layer_pass.runs:
+            layer_pass.arguments = arguments
             raise _ReachedError
         if self._number == 0:  # no layer before it has returned them
-            given = with_hidden(given, turn.hidden)
-        turn.watched = Watched(given)
-        turn.output = self.stands_for(*given[0], **given[1])
-        return turn.output
+            arguments = with_hidden(arguments, layer_pass.hidden)
+        layer_pass.watched = Watched(arguments)
+        layer_pass.output = self.stands_for(*arguments[0], **arguments[1])
+        return layer_pass.output
 
 
 class LayerStream:
@@ -297,24 +299,26 @@ class LayerStream:
     @torch.no_grad()
     def first_hidden(self, batch: Batch) -> torch.Tensor:
         """Return the input (rows, tokens, hidden) of the first layer for a batch."""
-        given = self._take(_Turn(0), batch).given
-        assert given is not None, "a family's forward calls each of its layers"
-        return hidden_in(given)
+        arguments = self._take(LayerPass(0), batch).arguments
+        assert arguments is not None, "a family's forward calls each of its layers"
+        return hidden_in(arguments)
 
     @torch.no_grad()
     def run(self, number: int, batch: Batch, hidden: torch.Tensor) -> torch.Tensor:
         """Return a loaded layer's output for a batch's states, after the layers before it. Raises
         `UserError` if the family passes it more of them than the last one returns."""
         before = batch.beside[number]
-        turn = self._take(_Turn(number, hidden, before, runs=True), batch)
-        assert turn.watched is not None, "a family's forward calls each of its layers"
-        beside = turn.watched.handed_on(turn.output, before, turn.given)
-        states: torch.Tensor = turn.output[0] if isinstance(turn.output, tuple) else turn.output
+        layer_pass = self._take(LayerPass(number, hidden, before, runs=True), batch)
+        assert layer_pass.watched is not None, "a family's forward calls each of its layers"
+        beside = layer_pass.watched.handed_on(layer_pass.output, before, layer_pass.arguments)
+        states: torch.Tensor = (
+            layer_pass.output[0] if isinstance(layer_pass.output, tuple) else layer_pass.output
+        )
         batch.beside = {number: before, number + 1: beside}
-        if turn.given is not None and number not in self._followed:
-            again = self._take(_Turn(number + 1, states, beside), batch)
-            assert again.given is not None, "there is a layer behind"
-            refuse_unlike(self.prefixes[number + 1], turn.given, again.given)
+        if layer_pass.arguments is not None and number not in self._followed:
+            again = self._take(LayerPass(number + 1, states, beside), batch)
+            assert again.arguments is not None, "there is a layer behind"
+            refuse_unlike(self.prefixes[number + 1], layer_pass.arguments, again.arguments)
             self._followed.add(number)
         return states
 
@@ -327,26 +331,26 @@ class LayerStream:
     def logits(self, batch: Batch, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the family's logits (rows, positions, vocabulary) of the last layer's states."""
         count = len(self.layers)
-        turn = _Turn(count, hidden.index_select(1, positions), batch.beside[count])
-        logits: torch.Tensor = self._forward(self.model, turn, batch).logits
+        layer_pass = LayerPass(count, hidden.index_select(1, positions), batch.beside[count])
+        logits: torch.Tensor = self._forward(self.model, layer_pass, batch).logits
         return logits
 
-    def _take(self, turn: _Turn, batch: Batch) -> _Turn:
+    def _take(self, layer_pass: LayerPass, batch: Batch) -> LayerPass:
         """Return a turn that ends at the layer after it, or at the decoder's end."""
         with suppress(_ReachedError):
-            self._forward(self.model.get_decoder(), turn, batch)
-        return turn
+            self._forward(self.model.get_decoder(), layer_pass, batch)
+        return layer_pass
 
-    def _forward(self, module: Any, turn: _Turn, batch: Batch) -> Any:
+    def _forward(self, module: Any, layer_pass: LayerPass, batch: Batch) -> Any:
         """Call the model or its decoder; the stand-ins take a turn."""
         alone = batch.position_ids is None
         config: Any = self.model.get_decoder().config
         config._attn_implementation = self._alone if alone else self.attention_of_packed
         inputs = self._prepared.inputs(batch.input_ids, batch.positions)
         for stand_in in self._stand_ins:
-            stand_in.turn = turn
+            stand_in.layer_pass = layer_pass
         try:
             return module(**inputs)
         finally:
             for stand_in in self._stand_ins:
-                stand_in.turn = NO_TURN
+                stand_in.layer_pass = IDLE

@@ -124,13 +124,13 @@ def check_model(model: PreTrainedModel, linears: dict[str, tuple[int, int]]) -> 
 
 def _unknown_stacks(model: PreTrainedModel) -> list[str]:
     """Return the decoder's (experts, out, in) weights outside of known linears and stacks."""
-    known, others = expert_stacks(model), tuple(f"{path}." for path in other_parts(model))
+    stacks, others = expert_stacks(model), tuple(f"{path}." for path in other_parts(model))
     return [
         f"{path}.{name}"
         for path, module in model.named_modules()
         if not isinstance(module, nn.Conv1d) and not f"{path}.".startswith(others)
         for name, param in module.named_parameters(recurse=False)
-        if param.dim() == 3 and min(param.shape) > 1 and f"{path}.{name}" not in known
+        if param.dim() == 3 and min(param.shape) > 1 and f"{path}.{name}" not in stacks
     ]
 
 
@@ -313,8 +313,8 @@ def check_taken(
 
 def _check_state(path: str, state: Mapping[str, Any], settings: QuantizeConfig) -> None:
     """Raise `UserError` unless a linear is stored by the settings (and the memory plan)."""
-    found = {"block_size": state["blocksize"], "double_quant": "nested_offset" in state}
-    for key, value in found.items():
+    stored_settings = {"block_size": state["blocksize"], "double_quant": "nested_offset" in state}
+    for key, value in stored_settings.items():
         if getattr(settings, key) != value:
             raise setting_error(
                 f"quantize.{key}",

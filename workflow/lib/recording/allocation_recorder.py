@@ -110,7 +110,7 @@ class AllocationRecorder(TorchDispatchMode):
         self.tape = tape
         self._copies = COPY if alone else None
         self._gpu = gpu
-        self._known: dict[int, _Storage] = {}
+        self._storages: dict[int, _Storage] = {}
         self._gathered: dict[int, list[_Storage]] = {}
         """FSDP2's gather buffers, by their first storage: written by `out=` or copied to."""
         self._allocated: dict[int, list[_Storage]] = {}
@@ -162,9 +162,12 @@ class AllocationRecorder(TorchDispatchMode):
 
     def _count(self, func: Any, args: Any, options: Any, result: Any) -> None:
         """Count an operation's work; each layer has its share of one on tensors of many layers."""
-        if not self.tape.counts or (found := work_of(func, args, options, result)) is None:
+        if (
+            not self.tape.counts
+            or (kind_and_amount := work_of(func, args, options, result)) is None
+        ):
             return
-        kind, amount = found
+        kind, amount = kind_and_amount
         if not self._gpu.current_stream().computes:
             kind += BESIDE
         first = args[0] if args else None
@@ -177,7 +180,7 @@ class AllocationRecorder(TorchDispatchMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        if error[0] is None and any(map(_differs, self._known.values())):
+        if error[0] is None and any(map(_differs, self._storages.values())):
             raise RuntimeError("memory was resized into which nothing had been gathered")
 
     def _has_stand_in(self, *operands: Any) -> bool:
@@ -186,17 +189,17 @@ class AllocationRecorder(TorchDispatchMode):
     def _note(self, tensor: torch.Tensor) -> None:
         """Note a tensor's storage, if it is on the device and new."""
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._known and tensor.device.type == RECORDED:
-            known = self._known[storage._cdata] = _Storage(storage)
-            weakref.finalize(storage, self._release, storage._cdata, known)
-            self._resize(known, storage.nbytes())
+        if storage._cdata not in self._storages and tensor.device.type == RECORDED:
+            entry = self._storages[storage._cdata] = _Storage(storage)
+            weakref.finalize(storage, self._release, storage._cdata, entry)
+            self._resize(entry, storage.nbytes())
 
     def _note_pinned(self, storage: torch.UntypedStorage) -> None:
         """Note page-locked memory of the host."""
-        known = self._known[storage._cdata] = _Storage(storage)
-        weakref.finalize(storage, self._release, storage._cdata, known)
-        known.num_bytes = storage.nbytes()
-        known.tensor = self.tape.new(known.num_bytes, UNNAMED, HOST)
+        entry = self._storages[storage._cdata] = _Storage(storage)
+        weakref.finalize(storage, self._release, storage._cdata, entry)
+        entry.num_bytes = storage.nbytes()
+        entry.tensor = self.tape.new(entry.num_bytes, UNNAMED, HOST)
 
     def _layers(self, args: Any, count: int) -> list[int]:
         """Return the layers of `count` results of an operation."""
@@ -205,15 +208,15 @@ class AllocationRecorder(TorchDispatchMode):
         first = args[0] if args else None
         if isinstance(first, list | tuple) and len(first) == count > 1:
             return [self._layer(tensor) for tensor in first]
-        known = {self._layer(tensor) for tensor in tensors(args) if self._number(tensor) >= 0}
-        if not known:
+        layers = {self._layer(tensor) for tensor in tensors(args) if self._number(tensor) >= 0}
+        if not layers:
             return [self.tape.layer] * count
-        return [known.pop() if len(known) == 1 else NONE] * count
+        return [layers.pop() if len(layers) == 1 else NONE] * count
 
     def _number(self, tensor: torch.Tensor) -> int:
         """Return the number of a tensor's memory on the tape, or -1."""
-        known = self._known.get(tensor.untyped_storage()._cdata)
-        return known.tensor if known else -1
+        entry = self._storages.get(tensor.untyped_storage()._cdata)
+        return entry.tensor if entry else -1
 
     def _layer(self, tensor: torch.Tensor) -> int:
         number = self._number(tensor)
@@ -231,7 +234,7 @@ class AllocationRecorder(TorchDispatchMode):
     def _follow(self, written: Any) -> None:
         """Watch from now on the storages of tensors that an operation writes."""
         keys = (tensor.untyped_storage()._cdata for tensor in tensors(written))
-        group = {key: self._known[key] for key in keys if key in self._known}
+        group = {key: self._storages[key] for key in keys if key in self._storages}
         if group:
             first = next(iter(group))
             self._gathered[first] = self._allocated[first] = [*group.values()]
@@ -245,18 +248,18 @@ class AllocationRecorder(TorchDispatchMode):
         resized = [
             first
             for first, group in groups.items()
-            for known in (group[0], group[-1])
-            if (storage := known.reference()) is not None and storage.nbytes() != known.num_bytes
+            for entry in (group[0], group[-1])
+            if (storage := entry.reference()) is not None and storage.nbytes() != entry.num_bytes
         ]
         for first in resized:
             self._note_group(first)
 
     def _note_group(self, first: int) -> None:
         group = self._gathered[first]
-        for known in group:
-            storage = known.reference()
-            if storage is not None and storage.nbytes() != known.num_bytes:
-                self._resize(known, storage.nbytes())
+        for entry in group:
+            storage = entry.reference()
+            if storage is not None and storage.nbytes() != entry.num_bytes:
+                self._resize(entry, storage.nbytes())
         if group[0].num_bytes:
             self._allocated[first] = group
         else:
@@ -273,13 +276,13 @@ class AllocationRecorder(TorchDispatchMode):
         sizes = workspaces(func, args, result)
         self.tape.free(*[self._new(size, UNNAMED) for size in sizes])
 
-    def _resize(self, known: _Storage, num_bytes: int) -> None:
-        if known.tensor >= 0:
-            self.tape.free(known.tensor)
-            known.tensor = -1
-        known.num_bytes = num_bytes
+    def _resize(self, entry: _Storage, num_bytes: int) -> None:
+        if entry.tensor >= 0:
+            self.tape.free(entry.tensor)
+            entry.tensor = -1
+        entry.num_bytes = num_bytes
         if num_bytes:
-            known.tensor = self._new(num_bytes, made_by())
+            entry.tensor = self._new(num_bytes, made_by())
 
     def _new(self, num_bytes: int, term: str) -> int:
         number = self._gpu.current_stream().stream_id
@@ -288,24 +291,24 @@ class AllocationRecorder(TorchDispatchMode):
             name = self._streams.setdefault(number, f"beside_{len(self._streams)}")
         return self.tape.new(num_bytes, term, name)
 
-    def _release(self, key: int, known: _Storage) -> None:
-        if self._known.get(key) is known:  # else another storage has its address
-            del self._known[key]
+    def _release(self, key: int, entry: _Storage) -> None:
+        if self._storages.get(key) is entry:  # else another storage has its address
+            del self._storages[key]
             self._gathered.pop(key, None)
             self._allocated.pop(key, None)
-        self._resize(known, 0)
+        self._resize(entry, 0)
 
 
-def _differs(known: _Storage) -> bool:
+def _differs(entry: _Storage) -> bool:
     """Whether an existing storage has another size than the noted one."""
-    storage = known.reference()
-    return storage is not None and storage.nbytes() != known.num_bytes
+    storage = entry.reference()
+    return storage is not None and storage.nbytes() != entry.num_bytes
 
 
 def _reduced(func: Any, args: Any, options: Any) -> Any:
     """Run an all-reduce; numbers that the host knows stay known: all processes have the same."""
-    known = [tensor.constant for tensor in args[0]]
+    constants = [tensor.constant for tensor in args[0]]
     result = func(*args, **options)
-    for tensor, constant in zip(args[0], known, strict=True):
+    for tensor, constant in zip(args[0], constants, strict=True):
         tensor.constant = constant
     return result

@@ -41,7 +41,7 @@ from workflow.lib.recording.allocation_recorder import AllocationRecorder
 from workflow.lib.recording.layer_tape import NONE, LayerTape, Phases
 from workflow.lib.recording.recorded_batches import RecordedBatches
 from workflow.lib.recording.recorded_gpu import RecordedCapture, recorded_gpu
-from workflow.lib.recording.some_layers import (
+from workflow.lib.recording.repeat_layers import (
     NotRepeatableError,
     keep_layers_,
     layer_kinds,

@@ -43,8 +43,8 @@ def folder() -> Path:
 
 def recording_key(config: Mapping[str, Any], plan: StepPlan, *, checked: bool) -> str:
     """Return a hash of a recording's inputs: the model, the plan and the engine's code."""
-    asked = [dict(config), asdict(plan), checked]
-    return json_sha256([asked, [version(name) for name in ENGINE], _code_sha256()])
+    inputs = [dict(config), asdict(plan), checked]
+    return json_sha256([inputs, [version(name) for name in ENGINE], _code_sha256()])
 
 
 @cache
@@ -72,7 +72,7 @@ def keep(name: str, document: Any, *, most: int) -> None:
         with atomic_path(file) as partial:
             partial.write_bytes(gzip.compress(text.encode(), FASTEST))
         alike = file.parent.glob(f"*.{name.partition('.')[2]}")
-        for old in sorted(alike, key=lambda found: found.stat().st_mtime)[:-most]:
+        for old in sorted(alike, key=lambda file: file.stat().st_mtime)[:-most]:
             old.unlink(missing_ok=True)
     except NO_FILE as error:
         logger.debug("%s is not kept: %s", name, error)
@@ -101,8 +101,8 @@ def known_peaks(config: Mapping[str, Any], plan: StepPlan, *, checked: bool) -> 
     shipped = _shipped().get(shipped_key(config, plan)) if checked else None
     if shipped is not None:
         return _peaks(shipped)
-    found = read_kept(_name(config, plan, checked=checked))
-    return None if found is None else _peaks(found)
+    document = read_kept(_name(config, plan, checked=checked))
+    return None if document is None else _peaks(document)
 
 
 def keep_peaks(config: Mapping[str, Any], plan: StepPlan, peaks: Peaks, *, checked: bool) -> None:
@@ -125,8 +125,10 @@ def shipped_key(config: Mapping[str, Any], plan: StepPlan) -> str:
         entry.name: {} if entry.default_factory is not MISSING else entry.default
         for entry in fields(StepPlan)
     }
-    said = {name: value for name, value in asdict(plan).items() if value != defaults[name]}
-    return json_sha256([dict(config), said])[:16]
+    changed_fields = {
+        name: value for name, value in asdict(plan).items() if value != defaults[name]
+    }
+    return json_sha256([dict(config), changed_fields])[:16]
 
 
 @cache

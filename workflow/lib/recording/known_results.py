@@ -77,7 +77,7 @@ class _Written:
     operand: int | str
 
 
-_Known = _Fresh | _Window | _Written | tuple["_Known", ...] | None
+_Form = _Fresh | _Window | _Written | tuple["_Form", ...] | None
 
 
 class KnownResults:
@@ -85,7 +85,7 @@ class KnownResults:
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
-        self._known: dict[Hashable, _Known] = {}
+        self._forms: dict[Hashable, _Form] = {}
         self._attributes: dict[torch.device, dict[str, Any]] = {}
         """Attributes of every fake tensor of a device."""
 
@@ -100,11 +100,11 @@ class KnownResults:
         except _UnknownError:
             return func(*args, **options)
         operands = dict(enumerate(args)) | dict(options)
-        if key in self._known:
-            return self._made(self._known[key], operands)
+        if key in self._forms:
+            return self._made(self._forms[key], operands)
         result = func(*args, **options)
         with suppress(_UnknownError):
-            self._known[key] = self._found(result, operands, set())
+            self._forms[key] = self._form(result, operands, set())
         return result
 
     def _looks(self, operand: Any) -> Hashable:
@@ -146,12 +146,12 @@ class KnownResults:
             return self._fake(views, device)
         return [self._fake(view, device) for view in views]
 
-    def _found(self, result: Any, operands: Mapping[int | str, Any], taken: set[int]) -> _Known:
+    def _form(self, result: Any, operands: Mapping[int | str, Any], taken: set[int]) -> _Form:
         """Return the form of a result; taken: memory of others, to which its own is added."""
         if result is None:
             return None
         if type(result) is tuple:
-            return tuple(self._found(one, operands, taken) for one in result)
+            return tuple(self._form(one, operands, taken) for one in result)
         if type(result) is not FakeTensor:
             raise _UnknownError
         self._check_ours(result)
@@ -162,40 +162,40 @@ class KnownResults:
 
     def _in_memory(
         self, result: FakeTensor, operands: Mapping[int | str, Any], taken: set[int]
-    ) -> _Known:
+    ) -> _Form:
         storage = result.untyped_storage()
-        known: _Known
+        form: _Form
         for name, operand in operands.items():
             if isinstance(operand, FakeTensor) and _memory(operand) == storage._cdata:
-                known = _Window(name, result.shape, result.stride(), int(result.storage_offset()))
+                form = _Window(name, result.shape, result.stride(), int(result.storage_offset()))
                 break
         else:
             inside = {_memory(tensor) for tensor in tensors(operands)}
             if storage._cdata in inside | taken or result.storage_offset():
                 raise _UnknownError
             taken.add(storage._cdata)
-            known = _Fresh(result.shape, result.stride(), result.dtype, result.fake_device)
-        self._check_alike(self._made(known, operands), result)
-        return known
+            form = _Fresh(result.shape, result.stride(), result.dtype, result.fake_device)
+        self._check_alike(self._made(form, operands), result)
+        return form
 
     def _check_alike(self, made: FakeTensor, result: FakeTensor) -> None:
         same = made.untyped_storage().nbytes() == result.untyped_storage().nbytes()
         if not same or self._looks(made) != self._looks(result):
             raise _UnknownError
 
-    def _made(self, known: _Known, operands: Mapping[int | str, Any]) -> Any:
-        if known is None:
+    def _made(self, form: _Form, operands: Mapping[int | str, Any]) -> Any:
+        if form is None:
             return None
-        if isinstance(known, tuple):
-            return tuple(self._made(one, operands) for one in known)
-        if isinstance(known, _Written):
-            return operands[known.operand]
-        if isinstance(known, _Window):
-            place = (known.shape, known.stride, known.offset)
-            return self._view(aten.as_strided.default, (operands[known.operand], *place), {})
+        if isinstance(form, tuple):
+            return tuple(self._made(one, operands) for one in form)
+        if isinstance(form, _Written):
+            return operands[form.operand]
+        if isinstance(form, _Window):
+            window = (form.shape, form.stride, form.offset)
+            return self._view(aten.as_strided.default, (operands[form.operand], *window), {})
         with in_kernel_invocation_manager(self._mode):
-            memory = torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device=META)
-        return self._fake(memory, known.device)
+            memory = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=META)
+        return self._fake(memory, form.device)
 
     def _fake(self, memory: torch.Tensor, device: torch.device) -> FakeTensor:
         """Return `FakeTensor(mode, memory, device)`."""

@@ -1,4 +1,4 @@
-"""A tape with the decoder layer of each event, so that layers can be repeated (`some_layers`).
+"""A tape with the decoder layer of each event, so that layers can be repeated (`repeat_layers`).
 
 In forward and backward that is the running layer. Before and after them, in loops over all layers,
 it is the layer of the tensors. `Phases` sets both as the engine enters them."""
@@ -66,12 +66,12 @@ class LayerTape(Tape):
 
     def work_of(self, layers: Mapping[int, int]) -> Work:
         """Return the work of a model with so many layers like each recorded one."""
-        found: dict[str, dict[str, Amount]] = {}
+        phases: dict[str, dict[str, Amount]] = {}
         for (phase, layer, kind), amount in self._amounts.items():
-            of_phase = found.setdefault(phase, {})
+            amounts = phases.setdefault(phase, {})
             times = 1 if layer == NONE else layers.get(layer, 0)
-            of_phase[kind] = of_phase.get(kind, NOTHING).plus(amount, times)
-        return Work(found)
+            amounts[kind] = amounts.get(kind, NOTHING).plus(amount, times)
+        return Work(phases)
 
     def assign(self, tensor: int, layer: int) -> None:
         """Assign a tensor that was made outside of layers to one."""

@@ -60,31 +60,31 @@ def work_of(func: Any, args: Sequence[Any], options: Any, result: Any) -> tuple[
     if func in VIEWS or packet in MAKE_NOTHING or func.namespace == "profiler":
         return None
     if func is LAUNCHED:
-        return _of_kernel(*args)
+        return _kernel_work(*args)
     if func.namespace == "c10d":
-        return _of_collective(func, args)
+        return _collective_work(func, args)
     if packet in COPIES:
-        return _of_copy(packet, args, result)
-    given, made = (
+        return _copy_work(packet, args, result)
+    operands, made = (
         _device_tensors([args, {x: options[x] for x in options if x != "out"}]),
         _device_tensors(result),
     )
     if packet in MATMULS:
-        place = MATMULS[packet]
-        return _of_matmul(args[place], args[place + 1], made[0], adds=place)
-    moved = _bytes(given) + _bytes(made)
+        position = MATMULS[packet]
+        return _matmul_work(args[position], args[position + 1], made[0], adds=position)
+    moved = _bytes(operands) + _bytes(made)
     if func.namespace == "torch_attn":
-        return _of_attention(func, args, moved)
+        return _attention_work(func, args, moved)
     if packet in MASKED:
-        place, factor = MASKED[packet]
-        query, key, value = args[place : place + 3]
+        position, factor = MASKED[packet]
+        query, key, value = args[position : position + 3]
         flop = factor * attention_flop(query, value, keys=key.shape[2])
         return _intense(work.MASKED, Amount(flop, moved, 1))
     if packet in UNMASKED:
-        place, factor = UNMASKED[packet]
-        query, key, value = args[place : place + 3]
+        position, factor = UNMASKED[packet]
+        query, key, value = args[position : position + 3]
         seen = seen_keys(key.shape[2], None) if any(x is True for x in args) else key.shape[2]
-        return _of_flash(query, value, moved, factor=factor, keys=seen, alike=True)
+        return _flash_work(query, value, moved, factor=factor, keys=seen, alike=True)
     if packet in LOOK_UPS:
         moved = 2 * _bytes(made)
     elif packet in WRITES:
@@ -118,7 +118,7 @@ def _moving(kind: str, moved: float) -> tuple[str, Amount] | None:
     return (kind, Amount(0.0, moved, 1)) if moved else None
 
 
-def _of_matmul(
+def _matmul_work(
     left: torch.Tensor, right: torch.Tensor, product: torch.Tensor, *, adds: int
 ) -> tuple[str, Amount]:
     kind = work.MATMUL
@@ -131,7 +131,7 @@ def _of_matmul(
     return _intense(kind, Amount(flop, moved, 1))
 
 
-def _of_kernel(moved: list[torch.Tensor], kernel: str, flop: float) -> tuple[str, Amount] | None:
+def _kernel_work(moved: list[torch.Tensor], kernel: str, flop: float) -> tuple[str, Amount] | None:
     if "decode" in kernel or "dequantize" in kernel:  # perhaps a slice of the packed weights
         return _moving(work.DECODE, moved[0].nbytes + moved[0].numel() / 2)
     total = _bytes(_device_tensors(moved))
@@ -143,7 +143,7 @@ def _of_kernel(moved: list[torch.Tensor], kernel: str, flop: float) -> tuple[str
     return _intense(kind, Amount(flop, total, 1))
 
 
-def _of_attention(func: Any, args: Sequence[Any], moved: float) -> tuple[str, Amount]:
+def _attention_work(func: Any, args: Sequence[Any], moved: float) -> tuple[str, Amount]:
     """Of FlashAttention over documents. Those of one length, with no window, may be cuDNN's."""
     named = dict(zip((x.name for x in func._schema.arguments), args, strict=False))
     query, window, longest = named["query"], (named.get("window_size") or [-1])[0], named["max_q"]
@@ -151,10 +151,10 @@ def _of_attention(func: Any, args: Sequence[Any], moved: float) -> tuple[str, Am
     factor = BACKWARD_FLOP if "grad_out" in named else 1.0
     alike = alike and are_equal(RECORDED_LENGTHS.get())
     seen = seen_keys(longest, window + 1)
-    return _of_flash(query, named["value"], moved, factor=factor, keys=seen, alike=alike)
+    return _flash_work(query, named["value"], moved, factor=factor, keys=seen, alike=alike)
 
 
-def _of_flash(
+def _flash_work(
     query: torch.Tensor,
     value: torch.Tensor,
     moved: float,
@@ -170,7 +170,7 @@ def _of_flash(
     return _intense(kind, Amount(factor * attention_flop(query, value, keys=keys), moved, 1))
 
 
-def _of_collective(func: Any, args: Sequence[Any]) -> tuple[str, Amount] | None:
+def _collective_work(func: Any, args: Sequence[Any]) -> tuple[str, Amount] | None:
     group = next((x for x in args if isinstance(x, torch.ScriptObject)), None)
     if group is None:
         return None
@@ -183,7 +183,7 @@ def _of_collective(func: Any, args: Sequence[Any]) -> tuple[str, Amount] | None:
     return f"{kind}/{len(ranks)}/{stride}", Amount(0.0, times * whole, 1)
 
 
-def _of_copy(packet: Any, args: Sequence[Any], result: Any) -> tuple[str, Amount] | None:
+def _copy_work(packet: Any, args: Sequence[Any], result: Any) -> tuple[str, Amount] | None:
     """Work of a copy on the device, to the host or from it."""
     every = [*tensors([*args])]
     into = [*tensors(result)] if packet is aten._to_copy else every[: (len(every) + 1) // 2]

@@ -55,11 +55,11 @@ class RecordingProcess:
         self, config: Mapping[str, Any], plans: Sequence[StepPlan], *, checked: bool = True
     ) -> list[Peaks]:
         """Return the peaks of the recordings of plans; raises as `record` does."""
-        asked = [
+        futures = [
             self._executor.submit(_peaks, config, as_recorded(plan), checked=checked)
             for plan in plans
         ]
-        return [each.result() for each in asked]
+        return [each.result() for each in futures]
 
 
 def _peaks(config: Mapping[str, Any], plan: StepPlan, *, checked: bool) -> Peaks:
@@ -120,28 +120,28 @@ class PlanRecorder:
 
     def tape(self, plan: StepPlan) -> Tape:
         """Return the allocator's events in a process of the plan; raises as `record` does."""
-        asked = self.asked(plan)
-        key = recording_key(self._config, asked, checked=self._checked)
+        recorded_plan = self.recorded_plan(plan)
+        key = recording_key(self._config, recorded_plan, checked=self._checked)
         return kept_or_made(
-            key, lambda: self._process.record(self._config, asked, checked=self._checked)
+            key, lambda: self._process.record(self._config, recorded_plan, checked=self._checked)
         )
 
     def peaks(self, plans: Sequence[StepPlan]) -> list[Peaks]:
         """Return the peaks of a process of each plan: shipped, cached or recorded now."""
-        asked = [self.asked(plan) for plan in plans]
-        found = [known_peaks(self._config, plan, checked=self._checked) for plan in asked]
-        new = [plan for plan, known in zip(asked, found, strict=True) if known is None]
+        recorded_plans = [self.recorded_plan(plan) for plan in plans]
+        cached = [known_peaks(self._config, plan, checked=self._checked) for plan in recorded_plans]
+        new = [plan for plan, entry in zip(recorded_plans, cached, strict=True) if entry is None]
         made = self._process.peaks(self._config, new, checked=self._checked)
         for plan, peaks in zip(new, made, strict=True):
             keep_peaks(self._config, plan, peaks, checked=self._checked)
         recorded = iter(made)
-        every = [next(recorded) if known is None else known for known in found]
+        every = [next(recorded) if entry is None else entry for entry in cached]
         return [
             peaks.on_cpu(CPU_PROCESS_BYTES) if plan.device == "cpu" else peaks
             for plan, peaks in zip(plans, every, strict=True)
         ]
 
-    def asked(self, plan: StepPlan) -> StepPlan:
+    def recorded_plan(self, plan: StepPlan) -> StepPlan:
         return as_recorded(replace(plan, offload_window_bytes=offload_window(self._shape, plan)))
 
 

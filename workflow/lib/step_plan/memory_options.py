@@ -86,12 +86,12 @@ class MemoryOption:
         """Return the value of a setting in a plan before the search, or raise `UserError`."""
         if wanted == "auto":
             return self.begins if self.automatic is None else self.automatic(plan, where)
-        found = None if wanted == self.off else self.obstacle(plan, wanted, where)
-        if found is None:
+        obstacle = None if wanted == self.off else self.obstacle(plan, wanted, where)
+        if obstacle is None:
             return wanted
         if self.left_out:
             return self.off
-        raise setting_error(self.setting, wanted, *found)
+        raise setting_error(self.setting, wanted, *obstacle)
 
     def open_values(self, wanted: Value, where: Circumstances) -> Sequence[Value]:
         """Return the values that the search tries; empty if it has no choice."""
@@ -158,7 +158,7 @@ class MemoryOptions(BasePlan):
                 self.attention_kind not in ("flash", "flex")
             ),
         }
-        return next((words for words, there in obstacles.items() if there), None)
+        return next((words for words, applies in obstacles.items() if applies), None)
 
     @property
     def graphed(self) -> bool:
@@ -188,7 +188,7 @@ def _activations_in_words(value: bool | int, num_layers: int) -> str:
     return f"activations of {_layers_in_words(count, num_layers)}" if count else ""
 
 
-def _of_layers(what: str, *, off: str, whole: str = "") -> Callable[..., Obstacle | None]:
+def _layers_obstacle(what: str, *, off: str, whole: str = "") -> Callable[..., Obstacle | None]:
     """The obstacles of an option that offloads `what` of some layers; whole: also to be set."""
 
     def obstacle(plan: BasePlan, value: int, where: Circumstances) -> Obstacle | None:
@@ -280,7 +280,7 @@ TABLE = (
         off=False,
         most=True,
         tried=lambda where: (False, max(1, where.num_layers // 2), True) if where.cuda else (),
-        obstacle=_of_layers("activations", off="false", whole=" to true,"),
+        obstacle=_layers_obstacle("activations", off="false", whole=" to true,"),
         on_host=True,
         title=OFFLOADED,
         # of recomputed layers the inputs are offloaded, all or none
@@ -294,7 +294,7 @@ TABLE = (
         "hardware.offload_layers",
         off=0,
         fewest=True,
-        obstacle=_of_layers("weights", off="0"),
+        obstacle=_layers_obstacle("weights", off="0"),
         on_host=True,
         title=OFFLOADED,
         words=lambda count, num_layers: (

@@ -45,13 +45,13 @@ class RowNumbers:
         self, num_rows: int, find: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]
     ) -> None:
         self._find = find
-        self._known = np.full(num_rows, -1, dtype=np.int64)
+        self._numbers = np.full(num_rows, -1, dtype=np.int64)
 
     def of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        new = rows[self._known[rows] < 0]
+        new = rows[self._numbers[rows] < 0]
         if len(new):
-            self._known[new] = self._find(new)
-        numbers: npt.NDArray[np.int64] = self._known[rows]
+            self._numbers[new] = self._find(new)
+        numbers: npt.NDArray[np.int64] = self._numbers[rows]
         return numbers
 
 
@@ -170,9 +170,9 @@ def with_examples(batch: MicroBatch, desirable: npt.NDArray[np.bool_] | None = N
     starts = batch.bounds[0][:-1].numpy()
     row = starts // seq_len
     documents = np.bincount(row, minlength=rows)
-    place = np.arange(len(starts)) - (documents.cumsum() - documents)[row]
+    number_in_row = np.arange(len(starts)) - (documents.cumsum() - documents)[row]
     # a row's padding, its last document, has no second one
-    firsts = np.flatnonzero((place % 2 == 0) & (place + 1 < documents[row]))
+    firsts = np.flatnonzero((number_in_row % 2 == 0) & (number_in_row + 1 < documents[row]))
     batch = replace(batch, firsts=torch.from_numpy(firsts))
     if desirable is None:
         return batch

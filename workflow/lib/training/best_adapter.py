@@ -107,7 +107,7 @@ class HeldOut:
         lengths = [len(documents[number][0]) for number in self._numbers]
         seq_len = max(self._store.seq_len, *lengths)
         packed = heldout_rows(lengths, seq_len=seq_len)
-        return [[self._numbers[place] for place in row] for row in packed], seq_len
+        return [[self._numbers[index] for index in row] for row in packed], seq_len
 
     def due(self, step: int) -> bool:
         """Tell whether the loss is measured after `step` (1-based): every so many, and the last."""
@@ -142,15 +142,15 @@ class HeldOut:
     def _sums(self, values: Sequence[torch.Tensor], world: World) -> torch.Tensor:
         """Return each document's sums (2, documents) float64 over its trained tokens, of values and
         of weighted ones, from those of this process's batches. Collective."""
-        place_of = {number: place for place, number in enumerate(self._numbers)}
+        place_of = {number: index for index, number in enumerate(self._numbers)}
         sums = torch.zeros(2, len(self._numbers), dtype=torch.float64)
         for rows, losses in zip(self._own_rows(world), values, strict=True):
             numbers = [number for row in rows for number in row]
             weights = [self._store.heldout_weights(number) for number in numbers]
-            places = [place_of[n] for n, x in zip(numbers, weights, strict=True) for _ in x]
+            indices = [place_of[n] for n, x in zip(numbers, weights, strict=True) for _ in x]
             own = losses.cpu().double()
             weighted = own * torch.from_numpy(np.concatenate([*weights, np.empty(0)]))
-            documents = torch.tensor(places, dtype=torch.int64)
+            documents = torch.tensor(indices, dtype=torch.int64)
             sums.index_add_(1, documents, torch.stack([own, weighted]))
         total = sums.to(world.device)
         dist.all_reduce(total)

@@ -100,9 +100,9 @@ def plan_of_device(plan: StepPlan, base: Checkpoint, config: RunConfig, world: W
     """Return the plan with the settings' dtypes and attention on this device. Collective."""
     settings, device = config.model, world.device
     dtype, needs = resolve_dtype(settings.compute_dtype, device), base.attention_needs
-    asked = needs.with_dropout(settings.attention_dropout)
+    training_needs = needs.with_dropout(settings.attention_dropout)
     resolve = partial(
-        resolve_training_attention, settings.attention, device, asked, compute_dtype=dtype
+        resolve_training_attention, settings.attention, device, training_needs, compute_dtype=dtype
     )
     resolve()  # compares kernels with their references
     decide_kernels(world)

@@ -25,8 +25,8 @@ def chosen_checkpoint(folder: Path, step: int, *, setting: str, change: str) -> 
     if not steps:
         raise setting_error(setting, step, f"{folder} has no checkpoints", "Train the run first")
     if step not in steps:
-        there = f"only those of steps {', '.join(map(str, steps))}"
-        raise setting_error(setting, step, f"{folder} has no checkpoint of it, {there}", change)
+        available = f"only those of steps {', '.join(map(str, steps))}"
+        raise setting_error(setting, step, f"{folder} has no checkpoint of it, {available}", change)
     return step_dir(folder, step)
 
 

@@ -73,8 +73,8 @@ def explained(
             raise UserError(message) from None
         if SHARED_MEMORY.search(str(error)):
             raise UserError(shared_memory_full(error)) from None
-        if (lack := unwritable(error)) is not None:
-            raise UserError(lack) from None
+        if (fault := unwritable(error)) is not None:
+            raise UserError(fault) from None
         if PEER_LOST.search(str(error)):
             raise PeerLostError(_first_line(error)) from error
         for pattern, message in TROUBLES.items():
@@ -107,7 +107,7 @@ def out_of_memory(error: BaseException, *, run: str, preflight: Forecast, measur
     smaller = [(size, tried) for size, tried in sizes if size < plan.micro_batch_size]
     change = "Raise hardware.memory_margin_gib, use more processes, or shorten data.seq_len"
     if smaller:
-        size, tried = max(smaller, key=lambda found: found[0])
+        size, tried = max(smaller, key=lambda smaller_plan: smaller_plan[0])
         change = (
             f"Set train.micro_batch_size = {size} "
             f"(predicted peak {tried.peak_bytes / GIB:.2f} GiB); the result stays the same"

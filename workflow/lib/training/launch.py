@@ -60,8 +60,8 @@ class LoopbackRendezvous(StaticTCPRendezvous):
 
 def loopback_store() -> TCPStore:
     """Return a store on a free port of the loopback interface; raises `UserError` without one."""
-    if (lack := loopback_fault()) is not None:
-        raise UserError(f"{lack}.")
+    if (fault := loopback_fault()) is not None:
+        raise UserError(f"{fault}.")
     listening = socket.create_server((ADDRESS, 0))
     port = listening.getsockname()[1]
     # the store takes over the descriptor and closes it
@@ -97,21 +97,21 @@ DEFAULTS = {  # unless the user has set them
 
 @dataclass(frozen=True)
 class Workers:
-    """`python -m module arguments` in `processes` torchrun workers; place: this machine's share;
+    """`python -m module arguments` in `processes` torchrun workers; node: this machine's share;
     grace_s: seconds to save after a signal; what: for the message."""
 
     module: str
     arguments: Sequence[str]
     processes: int
-    place: RunNode = ALONE
+    node: RunNode = ALONE
     grace_s: float = 60.0
     deterministic: bool = False
     what: str = "training"
 
     @property
     def ranks(self) -> range:
-        local = self.processes // self.place.nodes
-        return range(self.place.index * local, (self.place.index + 1) * local)
+        local = self.processes // self.node.nodes
+        return range(self.node.index * local, (self.node.index + 1) * local)
 
 
 def launch_workers(workers: Workers, *, inspect_inputs: Callable[[], list[str]] = list) -> None:
@@ -150,14 +150,14 @@ def _run_workers(workers: Workers, hung: list[str]) -> None:
     )
     with temporary_folder("finetune-launch-") as folder, changed_environment(inherited):
         config = LaunchConfig(
-            min_nodes=workers.place.nodes,
-            max_nodes=workers.place.nodes,
+            min_nodes=workers.node.nodes,
+            max_nodes=workers.node.nodes,
             nproc_per_node=len(workers.ranks),
             max_restarts=0,
             monitor_interval=0.2,
             signals_to_handle="SIGQUIT",  # the others: `stop_on_signals`
             logs_specs=DefaultLogsSpecs(log_dir=str(folder / "torchrun")),
-            **_rendezvous(workers.place),
+            **_rendezvous(workers.node),
         )
         heartbeats = folder / "heartbeats"
         with watched(workers.ranks, size=workers.processes, folder=heartbeats, hung=hung):
@@ -167,7 +167,7 @@ def _run_workers(workers: Workers, hung: list[str]) -> None:
 def _explained(cause: str, workers: Workers, *, rank: int, elsewhere: bool) -> Exception:
     """Return the exception for the cause of process `rank`, the first to fail. elsewhere: it waited
     for another process, or lost it, so another machine may know the cause."""
-    if elsewhere and workers.place.nodes > 1:
+    if elsewhere and workers.node.nodes > 1:
         return PeerLostError(f"{cause.rstrip()}\n({workers.what}: {ELSEWHERE} {REPEAT})")
     if cause.startswith(TOO_LARGE):
         return BatchMemoryError(int(cause.removeprefix(TOO_LARGE)))
@@ -255,23 +255,25 @@ def _cause(
     failure: ProcessFailure, memory_kills_before: int, inspect_inputs: Callable[[], list[str]]
 ) -> str:
     """Return a worker's error message, or why there is none."""
-    said: Any = failure.message  # torch writes a mapping where it declares a string
-    if failure.exitcode < 0 and not isinstance(said, dict):  # else its watcher wrote why
+    message: Any = failure.message  # torch writes a mapping where it declares a string
+    if failure.exitcode < 0 and not isinstance(message, dict):  # else its watcher wrote why
         kills = memory_kills() - memory_kills_before
         return killed(-failure.exitcode, out_of_memory_kills=kills, damaged=inspect_inputs())
-    if not isinstance(said, dict):
+    if not isinstance(message, dict):
         return f"exit status {failure.exitcode}; its message stands above"
-    return re.sub(r"^(UserError|PeerLostError: lost another process): ", "", str(said["message"]))
+    return re.sub(
+        r"^(UserError|PeerLostError: lost another process): ", "", str(message["message"])
+    )
 
 
-def _rendezvous(place: RunNode) -> dict[str, Any]:
+def _rendezvous(node: RunNode) -> dict[str, Any]:
     """Return the workers' rendezvous: on this machine, or at the first node."""
-    if place.nodes == 1:
+    if node.nodes == 1:
         use_loopback()
         return {"run_id": uuid.uuid4().hex, "rdzv_backend": LOOPBACK}
     return {
-        "run_id": place.run_id,
+        "run_id": node.run_id,
         "rdzv_backend": "static",
-        "rdzv_endpoint": f"{place.address}:{place.port}",
-        "rdzv_configs": {"rank": place.index, "timeout": int(JOIN_S)},
+        "rdzv_endpoint": f"{node.address}:{node.port}",
+        "rdzv_configs": {"rank": node.index, "timeout": int(JOIN_S)},
     }

@@ -181,13 +181,15 @@ def _mlflow(experiment: str, shown: Shown) -> Iterator[tuple[int, View]]:
         mlflow.set_tracking_uri(f"sqlite:///{folder / 'mlflow.db'}")
     mlflow.set_experiment(experiment)
     same = f"tags.identity = '{shown.identity}'"
-    found = [
+    earlier_runs = [
         run.info.run_id for run in mlflow.search_runs(filter_string=same, output_format="list")
     ]
     tags = {"identity": shown.identity}
-    with mlflow.start_run(run_id=found[0] if found else None, run_name=shown.run, tags=tags) as run:
+    with mlflow.start_run(
+        run_id=earlier_runs[0] if earlier_runs else None, run_name=shown.run, tags=tags
+    ) as run:
         sections = shown.config.items()
-        if not found:
+        if not earlier_runs:
             mlflow.log_params({f"{s}.{key}": x for s, keys in sections for key, x in keys.items()})
         points = mlflow.MlflowClient().get_metric_history(run.info.run_id, "loss")
 

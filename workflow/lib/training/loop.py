@@ -229,7 +229,7 @@ class Trainer:
         if self.training.reference is None:
             return batches
         with self.training.matmul_precision.in_eight_bits():
-            references = self.training.reference.of_step(
+            references = self.training.reference.step_log_probs(
                 self.training, rows, partial(self.batches.again, rows)
             )
         return with_references(batches, references)

@@ -23,7 +23,13 @@ from torch import nn
 from workflow.lib.distributed.fsdp import abandon_micro_batch_
 from workflow.lib.distributed.world import World, any_of_all, largest_of_all
 from workflow.lib.kernels.loss.fused_logits import IGNORED
-from workflow.lib.model.documents import Documents, Room, documents_of, places_in, room_of
+from workflow.lib.model.documents import (
+    DocumentCapacity,
+    Documents,
+    capacity_tokens,
+    document_capacity,
+    documents_of,
+)
 from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.training_module import CausalLMForTraining, loss_in
 
@@ -33,9 +39,9 @@ Replay = Callable[[], torch.Tensor]
 Capture = Callable[[Callable[[], torch.Tensor]], Replay]
 
 SIZES = 4  # different counts of trained tokens, each with its own graph
-# Places for each token of recurrent layers, in a room for all micro-batches so far. Documents that
-# are split alone need about 1.2; 16 micro-batches of mixed chats need 2.3 together.
-MOST_PLACES = 2
+# Padded positions for each token of recurrent layers, in a capacity for all micro-batches so far.
+# Documents that are split alone need about 1.2; 16 micro-batches of mixed chats 2.3 together.
+MOST_POSITIONS = 2
 
 
 PADDING = dict.fromkeys(("input_ids", "position_ids", "embedded", "row_keys", "lengths"))
@@ -49,7 +55,8 @@ class Layout(NamedTuple):
     rows: int
     trained_tokens: int  # padded
     documents: int  # Padded; as many as rows if every row is one document
-    room: Room  # of recurrent layers, for packed rows; () without any, or where rows are documents
+    capacity: DocumentCapacity
+    """Of recurrent layers, for packed rows; () without any, or where rows are documents."""
 
 
 def forward_backward(
@@ -79,10 +86,10 @@ class FixedInputs:
             targets=like.targets.new_empty(n),
             weights=None if weights is None else weights.new_empty(n),
             bounds=(like.bounds[0].new_empty(layout.documents + 1), like.input_ids.shape[1]),
-            documents=_laid_out(like, layout) if layout.room else None,
+            documents=_laid_out(like, layout) if layout.capacity else None,
         )
         self.batch = padded.each(lambda values: torch.empty_like(values, device=device))
-        if not layout.room:
+        if not layout.capacity:
             self.batch = replace(self.batch, documents=like.documents)
         self._layout = layout
 
@@ -93,18 +100,18 @@ class FixedInputs:
         for name, padding in PADDING.items():
             _padded_(getattr(fixed, name), getattr(batch, name), padding)
         _padded_(fixed.bounds[0], batch.bounds[0], batch.input_ids.numel())
-        if self._layout.room:
+        if self._layout.capacity:
             assert fixed.documents is not None
             documents = _laid_out(batch, self._layout)
             if fixed.input_ids.is_cuda:
                 documents = documents.each(torch.Tensor.pin_memory)
-            _padded_(fixed.documents.places, documents.places)
+            _padded_(fixed.documents.positions, documents.positions)
             _padded_(fixed.documents.order, documents.order)
 
 
 def _laid_out(batch: MicroBatch, layout: Layout) -> Documents:
     lengths = batch.bounds[0].diff().tolist()
-    return documents_of(lengths, room=layout.room, longest=batch.input_ids.shape[1])
+    return documents_of(lengths, capacity=layout.capacity, longest=batch.input_ids.shape[1])
 
 
 def _padded_(
@@ -132,10 +139,13 @@ class CudaCapture:
         """Capture the launches of `function`; return the replay, which launches them again and
         returns the same tensor, with new values. Raises `RuntimeError` if it cannot be captured."""
         graph = torch.cuda.CUDAGraph()
-        here = torch.cuda.stream(torch.cuda.current_stream())
+        current_stream = torch.cuda.stream(torch.cuda.current_stream())
         try:
             # Other threads copy rows and checkpoints meanwhile, outside of the capture.
-            with here, torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with (
+                current_stream,
+                torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+            ):
                 result = function()
         except RuntimeError:
             if not has_ended(graph):
@@ -186,8 +196,8 @@ class MicroBatchGraphs:
         self._training, self._world, self._make_capture = training, world, make_capture
         self._documents = 0
         """Documents of the layouts of packed rows."""
-        self._room: Room = ()
-        """The room of recurrent layers in these."""
+        self._capacity: DocumentCapacity = ()
+        """The capacity of recurrent layers in these."""
         self._inputs: dict[Layout, FixedInputs] = {}
         """Inputs of layouts that have run once."""
         self._captured: dict[Layout, Replay] = {}
@@ -204,14 +214,14 @@ class MicroBatchGraphs:
         layout = None if self.off else self._layout(batch)
         if layout is None:
             return forward_backward(self._training, batch.to(self._world.device), slope)
-        known = layout in self._inputs
-        if not known:
+        has_run = layout in self._inputs
+        if not has_run:
             self._inputs[layout] = FixedInputs(batch, layout, self._world.device)
             self.release()  # without a graph it needs the memory that graphs hold
         inputs = self._inputs[layout]
         inputs.fill(batch)
         with self._training.head_loss.equal_rows():
-            if known and self._ready(layout, inputs, slope):
+            if has_run and self._ready(layout, inputs, slope):
                 assert self._slope is not None
                 self._slope.copy_(slope)
                 return self._captured[layout]().clone()
@@ -237,34 +247,34 @@ class MicroBatchGraphs:
         packed = longest < seq_len or documents != rows
         recurrent = self._training.recurrent_layers > 0
         lengths = batch.bounds[0].diff().tolist() if recurrent else []
-        trained, packed_documents, *room = largest_of_all(
+        trained, packed_documents, *capacity = largest_of_all(
             [
                 max(1, len(batch.positions)),
                 documents if packed else 0,
-                *room_of(lengths, longest=seq_len),
+                *document_capacity(lengths, longest=seq_len),
             ],
             world=self._world,
         )
         trained = _whole_units(trained, unit)
         if not packed_documents:
             return Layout(rows, trained, documents, ())
-        self._make_room(packed_documents, rows, tuple(room))
-        if recurrent and places_in(self._room, longest=seq_len) > MOST_PLACES * tokens:
+        self._reserve(packed_documents, rows, tuple(capacity))
+        if recurrent and capacity_tokens(self._capacity, longest=seq_len) > MOST_POSITIONS * tokens:
             self._turn_off("documents of too different lengths for its recurrent layers")
             return None
-        return Layout(rows, trained, self._documents, self._room if recurrent else ())
+        return Layout(rows, trained, self._documents, self._capacity if recurrent else ())
 
-    def _make_room(self, documents: int, rows: int, room: Room) -> None:
-        """Make room for these documents in layouts of packed rows: for at least twice as many, with
+    def _reserve(self, documents: int, rows: int, capacity: DocumentCapacity) -> None:
+        """Reserve these documents in layouts of packed rows: for at least twice as many, with
         no more long ones than a micro-batch has had. A number equal to the rows would mean that
         each row is one document."""
-        few = max(documents, rows + 1) > self._documents
-        known = self._room or (0,) * len(room)
-        if few or any(more > most for more, most in zip(room, known, strict=True)):
+        too_few = max(documents, rows + 1) > self._documents
+        current = self._capacity or (0,) * len(capacity)
+        if too_few or any(more > most for more, most in zip(capacity, current, strict=True)):
             self.release()  # earlier packed layouts will not come again
             self._inputs = {key: x for key, x in self._inputs.items() if key.documents == rows}
-            self._room = tuple(map(max, room, known))
-        if few:
+            self._capacity = tuple(map(max, capacity, current))
+        if too_few:
             self._documents = 2 * max(documents, rows)
 
     def _ready(self, layout: Layout, inputs: FixedInputs, slope: torch.Tensor) -> bool:

@@ -56,7 +56,7 @@ class ShardwiseOptimizer(torch.optim.Optimizer):
         length = _blocks(param.shape, cuts=cut_of(param)[0])
         buffers = {key: shard.new_zeros(length) for key in MOMENTS}
         if shard.numel():
-            state = self._adamw.of_library.state[shard]
+            state = self._adamw.library_optimizer.state[shard]
             for buffer, scales in zip(buffers.values(), self._adamw.scales, strict=True):
                 state[scales] = buffer[: len(state[scales])]
         return buffers
@@ -106,16 +106,18 @@ class ShardwiseOptimizer(torch.optim.Optimizer):
         cuts, cut = cut_of(param)
         for key, scales in self._scales[name].items():
             shape = (cuts, len(scales))
-            pieces[f"{key}_absmax"] = Piece(scales.view(1, -1), (cut, 0), shape, weight.mine)
+            pieces[f"{key}_absmax"] = Piece(scales.view(1, -1), (cut, 0), shape, weight.is_written)
         return pieces
 
     def _moments(self, name: str) -> dict[str, torch.Tensor]:
         """Return the moments of this process's shard."""
-        shard, ours = self._shards[name], self._adamw
+        shard, adamw = self._shards[name], self._adamw
         if not shard.numel():
-            return dict.fromkeys(MOMENTS, shard.detach().to(ours.dtype))
-        state = ours.of_library.state[shard]
-        return {key: state[theirs] for key, theirs in zip(MOMENTS, ours.moments, strict=True)}
+            return dict.fromkeys(MOMENTS, shard.detach().to(adamw.dtype))
+        state = adamw.library_optimizer.state[shard]
+        return {
+            key: state[library_key] for key, library_key in zip(MOMENTS, adamw.moments, strict=True)
+        }
 
     @torch.no_grad()
     def requantize_(self, name: str, stored: Mapping[str, torch.Tensor]) -> None:
@@ -129,9 +131,9 @@ class ShardwiseOptimizer(torch.optim.Optimizer):
             if start == stop:
                 continue
             shard = decoded[start:stop].contiguous()
-            quantized, found = quantize_blockwise(shard, code=code, blocksize=BLOCK_SIZE)
+            quantized, quant_state = quantize_blockwise(shard, code=code, blocksize=BLOCK_SIZE)
             values.copy_(quantized.view_as(values))
-            self._scales[name][key][: len(found.absmax)].copy_(found.absmax)
+            self._scales[name][key][: len(quant_state.absmax)].copy_(quant_state.absmax)
 
 
 class _AdamW:
@@ -142,23 +144,23 @@ class _AdamW:
     dtype = torch.float32
 
     def __init__(self, groups: list[dict[str, Any]], train: TrainConfig) -> None:
-        self.of_library = torch.optim.AdamW(groups, **_of_adam(train), fused=True)
+        self.library_optimizer = torch.optim.AdamW(groups, **_adam_arguments(train), fused=True)
         for shard in chain.from_iterable(group["params"] for group in groups):
             step = torch.zeros((), device=shard.device)
             moments = {key: torch.zeros_like(shard) for key in MOMENTS}
-            self.of_library.state[shard] = {"step": step, **moments}
+            self.library_optimizer.state[shard] = {"step": step, **moments}
         self._count = 0
 
     def step(self, count: int, *, lr: float, unless: torch.Tensor | None) -> None:
         """Update shards with a gradient, updated `count` times before, unless `unless` is true."""
         if count != self._count:  # a checkpoint was read, or the last update was skipped
-            for state in self.of_library.state.values():
+            for state in self.library_optimizer.state.values():
                 state["step"].fill_(count)
-        _set_rates(self.of_library, lr)
+        _set_rates(self.library_optimizer, lr)
         # torch.amp.GradScaler's argument to a fused optimizer
         found_inf = None if unless is None else unless.float()
-        self.of_library.found_inf = found_inf  # type: ignore[attr-defined]
-        self.of_library.step()
+        self.library_optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+        self.library_optimizer.step()
         self._count = count + 1
 
 
@@ -170,18 +172,20 @@ class _AdamW8bit:
     dtype = torch.uint8
 
     def __init__(self, groups: list[dict[str, Any]], train: TrainConfig) -> None:
-        self.of_library = AdamW(groups, **_of_adam(train), optim_bits=8, min_8bit_size=1)
-        for number, group in enumerate(self.of_library.param_groups):
+        self.library_optimizer = AdamW(
+            groups, **_adam_arguments(train), optim_bits=8, min_8bit_size=1
+        )
+        for number, group in enumerate(self.library_optimizer.param_groups):
             for index, shard in enumerate(group["params"]):
-                self.of_library.init_state(group, shard, number, index)
+                self.library_optimizer.init_state(group, shard, number, index)
 
     def step(self, count: int, *, lr: float, unless: torch.Tensor | None) -> None:
         """Update shards with a gradient, updated `count` times before."""
         assert unless is None, "bitsandbytes updates always"
-        _set_rates(self.of_library, lr)
-        for state in self.of_library.state.values():
+        _set_rates(self.library_optimizer, lr)
+        for state in self.library_optimizer.state.values():
             state["step"] = count
-        self.of_library.step()
+        self.library_optimizer.step()
 
 
 KINDS: dict[str, type[_AdamW] | type[_AdamW8bit]] = {"adamw": _AdamW, "adamw_8bit": _AdamW8bit}
@@ -192,7 +196,7 @@ def _set_rates(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr * group["lr_ratio"]
 
 
-def _of_adam(train: TrainConfig) -> dict[str, Any]:
+def _adam_arguments(train: TrainConfig) -> dict[str, Any]:
     """Return the arguments that both implementations share."""
     return {
         "lr": train.learning_rate,
@@ -224,9 +228,9 @@ def _decoded(
         raise DamagedError(f"moments of {tuple(values.shape)} with scales of {tuple(scales.shape)}")
     rows = math.ceil(shape[0] / cuts)
     decoded = code[values.long()]
-    for cut, of_blocks in enumerate(scales):
+    for cut, block_scales in enumerate(scales):
         part = decoded[cut * rows : (cut + 1) * rows]
-        part *= of_blocks.repeat_interleave(BLOCK_SIZE)[: part.numel()].view_as(part)
+        part *= block_scales.repeat_interleave(BLOCK_SIZE)[: part.numel()].view_as(part)
     return decoded
 
 
@@ -239,12 +243,14 @@ def learning_rate(train: TrainConfig, *, step: int, num_steps: int) -> float:
         warmup = _steps(train.warmup_share, num_steps)
     if step < warmup:
         return train.learning_rate * (step + 1) / warmup
-    rest = num_steps - warmup
+    steps_after_warmup = num_steps - warmup
     arguments: dict[str, Any] = {
         "cosine_with_restarts": {"num_cycles": train.lr_cycles},
-        "warmup_stable_decay": {"num_decay_steps": min(rest, _steps(train.decay_share, num_steps))},
+        "warmup_stable_decay": {
+            "num_decay_steps": min(steps_after_warmup, _steps(train.decay_share, num_steps))
+        },
     }.get(train.lr_schedule, {})
-    decay = _decay(train.lr_schedule, rest, **arguments)(step - warmup)
+    decay = _decay(train.lr_schedule, steps_after_warmup, **arguments)(step - warmup)
     floor = 1.0 if train.lr_schedule == "constant" else train.min_lr_share
     return train.learning_rate * (floor + (1.0 - floor) * decay)
 

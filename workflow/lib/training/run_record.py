@@ -328,12 +328,12 @@ def _sizes(run: TrainingRun) -> dict[str, Any]:
 
 def _losses(journal: Journal) -> dict[str, float]:
     """Return the first loss, and the mean of the last tenth; also of the routers' balance."""
-    found: dict[str, float] = {}
+    losses: dict[str, float] = {}
     for name in ("loss", "router_aux_loss"):
         if values := [row[name] for row in journal.rows if name in row]:
             tail = values[-max(1, len(values) // 10) :]
-            found |= {f"first_{name}": values[0], f"final_{name}": sum(tail) / len(tail)}
-    return found
+            losses |= {f"first_{name}": values[0], f"final_{name}": sum(tail) / len(tail)}
+    return losses
 
 
 def _amounts(run: TrainingRun, *, num_steps: int, elapsed_s: float) -> dict[str, float]:

@@ -41,31 +41,31 @@ def load_start_(
     """Fill this process's slices of all trained tensors from the adapter in `folder`. base: the
     NF4 base. Raises `UserError` naming the tensors that do not fit."""
     error = partial(setting_error, "train.start_from", config.train.start_from)
-    places = _places(training)
+    params = _params_by_peft_name(training)
     with _AdapterReader(folder) as reader:
         stored: dict[str, str] = {}
         for name in reader.names():
             if (plain := plain_name(name)) in stored:
                 raise error(f"{name} and {stored[plain]} are one tensor", "Remove one of them")
             stored[plain] = name
-        stored = of_this_class(stored, places)
-        if findings := _findings(reader, stored, places, base):
+        stored = names_in_class(stored, params)
+        if findings := _findings(reader, stored, params, base):
             raise error(
                 f"this adapter does not fit model.source and the section lora: {findings}",
                 "Check that model.source is the model that it was trained on, and that "
                 "lora.target_modules names what it adapts and lora.modules_to_save what is saved "
                 "whole beside it",
             )
-        for name, param in places.items():
+        for name, param in params.items():
             rows = reader.rows(stored[name], *local_range(param))
             if not rows.isfinite().all():
                 raise error(f"{stored[name]} is not finite", "Name another adapter")
             local(param).copy_(rows)
     start = read_adapter_config(folder)
     key = "trainable_token_indices"
-    if start.get(key) != (ours := adapter_config(training.peft_model)[key]):
+    if start.get(key) != (own_value := adapter_config(training.peft_model)[key]):
         raise error(
-            f"its {key} are {start.get(key)}, those of model.add_tokens {ours}",
+            f"its {key} are {start.get(key)}, those of model.add_tokens {own_value}",
             "Set model.add_tokens to what it was trained with",
         )
     logger.info(
@@ -143,17 +143,23 @@ def plain_name(name: str) -> str:
     return name if name.startswith(PREFIX) else PREFIX + name
 
 
-def of_this_class(stored: dict[str, str], places: Collection[str]) -> dict[str, str]:
-    """Return the stored names by the places, where only the part before the layers differs. Classes
-    of one model differ so: text alone, or multimodal, in Transformers 4 or 5. Names that are
-    ambiguous within the layers do not change."""
-    own, theirs = ({_in_layers(name): name for name in names} for names in (places, stored))
-    if stored.keys() <= {*places} or len(own) < len(places) or len(theirs) < len(stored):
+def names_in_class(stored: dict[str, str], model_names: Collection[str]) -> dict[str, str]:
+    """Return the stored names by the model's names, where only the part before the layers differs.
+    Classes of one model differ so: text alone, or multimodal, in Transformers 4 or 5. Names that
+    are ambiguous within the layers do not change."""
+    own, stored_parts = (
+        {_in_layers(name): name for name in names} for names in (model_names, stored)
+    )
+    if (
+        stored.keys() <= {*model_names}
+        or len(own) < len(model_names)
+        or len(stored_parts) < len(stored)
+    ):
         return stored
-    found = {own.get(part, name): stored[name] for part, name in theirs.items()}
-    if moved := next((name for name in stored if name not in found), None):
+    stored_by_name = {own.get(part, name): stored[name] for part, name in stored_parts.items()}
+    if moved := next((name for name in stored if name not in stored_by_name), None):
         logger.info("%s and others are found by their layers: the class is another", stored[moved])
-    return found
+    return stored_by_name
 
 
 def _in_layers(name: str) -> str:
@@ -162,7 +168,7 @@ def _in_layers(name: str) -> str:
     return match.group() if match else ".".join(name.split(".")[-2:])
 
 
-def _places(training: nn.Module) -> dict[str, nn.Parameter]:
+def _params_by_peft_name(training: nn.Module) -> dict[str, nn.Parameter]:
     """Return the trained parameters by their names in PEFT's file."""
     stacks = (path for path, x in training.named_modules() if isinstance(x, FusedLoraStack))
     names = StackNames(peft_name(path).removeprefix(PREFIX) for path in stacks)
@@ -182,7 +188,7 @@ def _equal(one: CheckpointReader, name: str, other: CheckpointReader, path: str)
 def _findings(
     reader: CheckpointReader,
     stored: Mapping[str, str],
-    places: Mapping[str, nn.Parameter],
+    params: Mapping[str, nn.Parameter],
     own: CheckpointReader,
 ) -> str:
     """Return the missing, unknown and misshapen tensors in words; empty if all fits."""
@@ -193,12 +199,12 @@ def _findings(
         path = name.removeprefix(PREFIX)
         return path in own.names() and _equal(reader, stored[name], own, path)
 
-    pairs = [(stored[name], tuple(places[name].shape)) for name in places if name in stored]
-    found = {
+    pairs = [(stored[name], tuple(params[name].shape)) for name in params if name in stored]
+    names_by_fault = {
         "nothing is trained in the model at": [
-            stored[name] for name in stored if name not in places and not is_base_s(name)
+            stored[name] for name in stored if name not in params and not is_base_s(name)
         ],
-        "the file lacks": [name for name in places if name not in stored],
+        "the file lacks": [name for name in params if name not in stored],
         "of another shape": [
             f"{name} {reader.shape(name)}, in the model {shape}"
             for name, shape in pairs
@@ -209,5 +215,5 @@ def _findings(
         ],
     }
     return "; ".join(
-        f"{what}: {listed_names(names, limit=3)}" for what, names in found.items() if names
+        f"{what}: {listed_names(names, limit=3)}" for what, names in names_by_fault.items() if names
     )

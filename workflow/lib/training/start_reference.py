@@ -46,7 +46,7 @@ class StartReference:
             for name, param in trainable_parameters(training).items()
         }
         self._step: object = None
-        self._of_step: list[torch.Tensor] = []
+        self._step_log_probs: list[torch.Tensor] = []
 
     def log_probs(
         self, training: CausalLMForTraining, batches: Iterable[MicroBatch]
@@ -55,7 +55,7 @@ class StartReference:
         with self._swapped(training):
             return [-losses for losses in token_losses(training, batches, NEXT_TOKEN)]
 
-    def of_step(
+    def step_log_probs(
         self,
         training: CausalLMForTraining,
         step: object,
@@ -64,8 +64,8 @@ class StartReference:
         """Return `log_probs` of the micro-batches of a step (by identity), computed once.
         Collective."""
         if self._step is not step:
-            self._step, self._of_step = step, self.log_probs(training, batches())
-        return self._of_step
+            self._step, self._step_log_probs = step, self.log_probs(training, batches())
+        return self._step_log_probs
 
     @contextmanager
     def _swapped(self, training: nn.Module) -> Iterator[None]:

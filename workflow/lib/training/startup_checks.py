@@ -173,21 +173,21 @@ def check_family(training: CausalLMForTraining, store: TokenStore, world: World)
     head, at several magnitudes of the last hidden states. Raises `UserError` if they differ, or if
     that forward fails. Collective."""
     ids = torch.from_numpy(store.input_ids[:1, :FAMILY_TOKENS].astype("int64")).to(world.device)
-    places = torch.arange(ids.shape[1], device=world.device)
+    positions = torch.arange(ids.shape[1], device=world.device)
     model: Any = training.peft_model.get_base_model()  # type: ignore[operator]
     grown = model.get_decoder().register_forward_hook(_growing)
     with forward_only(training):
         try:
-            theirs = training.family_logits(ids, places[None])
+            family_logits = training.family_logits(ids, positions[None])
         except (ValueError, TypeError, AttributeError, LookupError) as error:
             raise UserError(
                 f"{type(model).__name__}: the family's own forward fails on text "
                 f"({said_by(error)}). Check that config.json belongs to the checkpoint, or choose "
                 "another model.source."
             ) from error
-        ours = training.logits(ids, places[None], places)
+        own_logits = training.logits(ids, positions[None], positions)
     grown.remove()
-    by_token = (ours - theirs).abs().amax(dim=1), theirs.abs().amax(dim=1)
+    by_token = (own_logits - family_logits).abs().amax(dim=1), family_logits.abs().amax(dim=1)
     worst = int((by_token[0] / by_token[1]).argmax())
     difference, largest = (float(x[worst]) for x in by_token)
     if not difference <= FAMILY_TOLERANCE * largest:
@@ -198,7 +198,7 @@ def check_family(training: CausalLMForTraining, store: TokenStore, world: World)
         )
     return _check(
         "logits equal those of the model family's own forward",
-        f"largest difference {difference:.2g} of {largest:.3g} over {len(places)} tokens",
+        f"largest difference {difference:.2g} of {largest:.3g} over {len(positions)} tokens",
     )
 
 
@@ -222,27 +222,31 @@ def check_attention(training: CausalLMForTraining, store: TokenStore, world: Wor
     cuts = [round(num_tokens * share) for share in accumulate(shares, initial=0.0)]
     ids = torch.from_numpy(store.input_ids[:1].astype("int64")).to(world.device)
     lengths = [stop - start for start, stop in pairwise([*cuts, store.seq_len])]
-    places = [torch.arange(length, device=world.device)[None] for length in lengths]
+    document_positions = [torch.arange(length, device=world.device)[None] for length in lengths]
     model: Any = training.peft_model.get_base_model()  # type: ignore[operator]
     layers = ComparedLayers(training, decoder_layers(model))
 
     def by_document(passing: Callable[[slice], AbstractContextManager[None]]) -> torch.Tensor:
         documents = []
-        for (start, stop), place in zip(pairwise(cuts), places, strict=False):
+        for (start, stop), position_ids in zip(pairwise(cuts), document_positions, strict=False):
             if stop > start:
                 with passing(slice(start, stop)):
-                    documents.append(training.family_hidden_states(ids[:, start:stop], place))
+                    documents.append(
+                        training.family_hidden_states(ids[:, start:stop], position_ids)
+                    )
         return torch.cat(documents)
 
     with forward_only(training):
         with layers.noted(num_tokens):
-            ours = training.hidden_states(ids, torch.cat(places, dim=1))[:num_tokens]
-        at_end = _difference(ours, by_document(layers.compared))
+            packed_states = training.hidden_states(ids, torch.cat(document_positions, dim=1))[
+                :num_tokens
+            ]
+        at_end = _difference(packed_states, by_document(layers.compared))
         grown = 0.0
         if training.recurrent_layers:
-            grown = _difference(ours, by_document(layers.routed))
+            grown = _difference(packed_states, by_document(layers.routed))
     difference = max(layers.largest_difference(), at_end)
-    if not (difference <= PACKED_TOLERANCE[ours.dtype] and grown <= GROWN_TOLERANCE):
+    if not (difference <= PACKED_TOLERANCE[packed_states.dtype] and grown <= GROWN_TOLERANCE):
         stock = model.config._attn_implementation in ("sdpa", "eager")
         raise UserError(
             f"packed documents of {type(model).__name__} have other hidden states than each by "
@@ -274,10 +278,10 @@ def check_recomputation(
     recomputed = _drawn_gradients(training, ids, world)
     with nothing_recomputed(model):
         kept = _drawn_gradients(training, ids, world)
-    here = torch.stack([(recomputed - kept).norm(), kept.norm()]).square().cpu()
+    squared_norms = torch.stack([(recomputed - kept).norm(), kept.norm()]).square().cpu()
     if world.size > 1:
-        dist.all_reduce(here, group=world.io_group)
-    difference = float((here[0] / here[1]).sqrt())
+        dist.all_reduce(squared_norms, group=world.io_group)
+    difference = float((squared_norms[0] / squared_norms[1]).sqrt())
     if not difference <= RECOMPUTED_TOLERANCE:
         raise UserError(
             f"{type(model).__name__} has other gradients where its layers are recomputed in "
@@ -331,27 +335,27 @@ def _drawn_gradients(
     model: Any = training.peft_model.get_base_model()  # type: ignore[operator]
     training.train()
     training.adapters.row_keys = torch.zeros(1, dtype=torch.int64, device=world.device)
-    places = torch.arange(ids.shape[1], device=world.device)[None]
+    position_ids = torch.arange(ids.shape[1], device=world.device)[None]
     devices = [] if world.device.type == "cpu" else [world.device]
     with torch.random.fork_rng(devices), attending_by_reference(model.get_decoder().config):
         torch.manual_seed(0)
-        hidden = training.hidden_states(ids, places)
+        hidden = training.hidden_states(ids, position_ids)
         hidden.backward(torch.randn_like(hidden))
     training.after_backward()
-    found = [
+    gradients = [
         local(param.grad).flatten().float()
         for param in training.parameters()
         if param.grad is not None
     ]
     training.zero_grad()
     training.eval()
-    return torch.cat(found)
+    return torch.cat(gradients)
 
 
-def _difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+def _difference(values: torch.Tensor, reference: torch.Tensor) -> float:
     """Return the difference of hidden states, as a share of their size (root mean squares)."""
-    difference, theirs = ours.float() - theirs.float(), theirs.float()
-    return float(difference.square().mean().sqrt() / theirs.square().mean().sqrt())
+    difference, reference = values.float() - reference.float(), reference.float()
+    return float(difference.square().mean().sqrt() / reference.square().mean().sqrt())
 
 
 def _is_packed(store: TokenStore) -> bool:
@@ -371,7 +375,7 @@ def check_precision(
     """Compare the base's loss with matmuls in 8 bits and without; return the report's check, none
     for a run without. Calls `moved` after every row. Collective. With `auto` a rise above the bound
     switches 8 bits off; else it raises `UserError`."""
-    forward, backward = training.matmul_precision.asked
+    forward, backward = training.matmul_precision.by_pass
     if not forward and not backward:
         return []
     if not forward:

@@ -27,7 +27,7 @@ class MatmulPrecision:
     """Dtype of matmuls with frozen weights: the compute dtype, or the run's in `in_eight_bits`."""
 
     def __init__(self, *, forward: bool = False, backward: bool = False) -> None:
-        self.asked = forward, backward
+        self.by_pass = forward, backward
         """Which of them are in float8 within the block."""
         self.forward = self.backward = False
         """Whether y = x W^T, and g W, are in float8 now."""
@@ -35,7 +35,7 @@ class MatmulPrecision:
     @contextmanager
     def in_eight_bits(self) -> Iterator[None]:
         """Within the block multiply in the run's dtypes; checks and exports stay outside."""
-        self.forward, self.backward = self.asked
+        self.forward, self.backward = self.by_pass
         try:
             yield
         finally:

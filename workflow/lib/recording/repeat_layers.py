@@ -49,7 +49,7 @@ class _Part:
         return order[0] <= order[-1]
 
 
-class _Place(NamedTuple):
+class _Origin(NamedTuple):
     """Where a tensor is made: the part, the layer, and its number (`nth`) among tensors of its size
     and stream there. The first layers may make more, of other sizes, for all."""
 
@@ -81,35 +81,37 @@ class _Repetition:
     ) -> None:
         self._old, self._new = tape, Tape()
         self._count, self._total, self._reach = len(recorded), len(kinds), reach
-        known = stand_ins(recorded, reach=reach)
-        self._alike = list(known.values())
-        self._stand_ins = [self._stand_in(kinds, layer, known) for layer in range(self._total)]
+        by_surroundings = stand_ins(recorded, reach=reach)
+        self._alike = list(by_surroundings.values())
+        self._stand_ins = [
+            self._stand_in(kinds, layer, by_surroundings) for layer in range(self._total)
+        ]
         self._parts = list(_parts(tape))
-        self._places = self._find_places()
+        self._origins = self._find_origins()
         self._freed = {~event for event in tape.events if isinstance(event, int) and event < 0}
-        self._made: dict[_Place, int] = {}
+        self._made: dict[_Origin, int] = {}
         self._old_of_new: dict[int, int] = {}  # old tensor of each new one
 
     def _stand_in(
-        self, kinds: Sequence[Hashable], layer: int, known: dict[Hashable, list[int]]
+        self, kinds: Sequence[Hashable], layer: int, by_surroundings: dict[Hashable, list[int]]
     ) -> int:
         if layer < EDGE:
             return layer
         if layer >= self._total - EDGE:
             return layer - self._total + self._count
-        return known[surroundings(kinds, layer, reach=self._reach)][0]
+        return by_surroundings[surroundings(kinds, layer, reach=self._reach)][0]
 
-    def _find_places(self) -> list[_Place]:
+    def _find_origins(self) -> list[_Origin]:
         """Return the places of the old tensors, by number."""
-        places: dict[int, _Place] = {}
+        origins: dict[int, _Origin] = {}
         for number, part in enumerate(self._parts):
             for layer, events in part.layers.items():
                 counts: Counter[tuple[int, str]] = Counter()
                 for tensor in _made(events):
                     kind = (self._old.sizes[tensor], self._old.streams[tensor])
-                    places[tensor] = _Place(number, layer, *kind, counts[kind])
+                    origins[tensor] = _Origin(number, layer, *kind, counts[kind])
                     counts[kind] += 1
-        return [places[tensor] for tensor in range(len(self._old.sizes))]
+        return [origins[tensor] for tensor in range(len(self._old.sizes))]
 
     def run(self) -> Tape:
         self._check_alike()
@@ -137,13 +139,13 @@ class _Repetition:
                 self._make(event, layer)
 
     def _make(self, old: int, layer: int) -> None:
-        tape, place = self._old, self._places[old]._replace(layer=layer)
+        tape, origin = self._old, self._origins[old]._replace(layer=layer)
         tensor = self._new.new(tape.sizes[old], tape.terms[old], tape.streams[old])
-        self._made[place] = tensor
+        self._made[origin] = tensor
         self._old_of_new[tensor] = old
 
     def _release(self, old: int, old_layer: int, layer: int) -> None:
-        was = self._places[old]
+        was = self._origins[old]
         tensor = self._made.get(was._replace(layer=self._moved(was.layer, old_layer, layer)), -1)
         if tensor not in self._old_of_new:
             raise NotRepeatableError(f"layer {layer} releases what is not there")
@@ -175,18 +177,18 @@ class _Repetition:
         for number, part in enumerate(self._parts):
             for event in part.layers.get(layer, ()):
                 assert isinstance(event, int), "phases belong to no layer"
-                place = self._places[max(event, ~event)]
-                distance = place.layer - layer
-                if place.layer != NONE and abs(distance) <= self._reach:
-                    place = place._replace(layer=distance)
-                yield number, event < 0, place
+                origin = self._origins[max(event, ~event)]
+                distance = origin.layer - layer
+                if origin.layer != NONE and abs(distance) <= self._reach:
+                    origin = origin._replace(layer=distance)
+                yield number, event < 0, origin
 
     def _check_left(self) -> None:
         """Check that unreleased tensors are those that the stand-ins never release."""
         forgotten = [old for old in self._old_of_new.values() if old in self._freed]
         if forgotten:
-            place = self._places[forgotten[0]]
-            raise NotRepeatableError(f"what layer {place.layer} makes is not released for all")
+            origin = self._origins[forgotten[0]]
+            raise NotRepeatableError(f"what layer {origin.layer} makes is not released for all")
 
 
 def _made(events: Sequence[int | str]) -> Iterator[int]:
@@ -263,35 +265,35 @@ def representatives(kinds: Sequence[Hashable], *, reach: int) -> list[int]:
 
 
 def _stand_for_all(kinds: Sequence[Hashable], left: Sequence[int], *, reach: int) -> bool:
-    known = stand_ins([kinds[number] for number in left], reach=reach)
+    by_surroundings = stand_ins([kinds[number] for number in left], reach=reach)
     return all(
-        surroundings(kinds, number, reach=reach) in known
+        surroundings(kinds, number, reach=reach) in by_surroundings
         for number in range(EDGE, len(kinds) - EDGE)
-    ) and any(len(alike) > 1 for alike in known.values())
+    ) and any(len(alike) > 1 for alike in by_surroundings.values())
 
 
 def stand_ins(kinds: Sequence[Hashable], *, reach: int) -> dict[Hashable, list[int]]:
     """Return the layers between the edges by their surroundings."""
-    found: dict[Hashable, list[int]] = {}
+    by_surroundings: dict[Hashable, list[int]] = {}
     for number in range(EDGE, len(kinds) - EDGE):
-        found.setdefault(surroundings(kinds, number, reach=reach), []).append(number)
-    return found
+        by_surroundings.setdefault(surroundings(kinds, number, reach=reach), []).append(number)
+    return by_surroundings
 
 
 def surroundings(kinds: Sequence[Hashable], number: int, *, reach: int) -> Hashable:
     """Return a layer's kind and those of its neighbours; none beyond the ends."""
-    places = range(number - reach, number + reach + 1)
-    return tuple(kinds[x] if 0 <= x < len(kinds) else None for x in places)
+    numbers = range(number - reach, number + reach + 1)
+    return tuple(kinds[x] if 0 <= x < len(kinds) else None for x in numbers)
 
 
 def keep_layers_(model: PreTrainedModel, numbers: Sequence[int]) -> None:
     """Remove all other decoder layers from a meta-device model."""
     layers = decoder_layers(model)
     wanted = [layers[number] for number in numbers]
-    for place, layer in enumerate(wanted):
+    for index, layer in enumerate(wanted):
         for module in layer.modules():
             if hasattr(module, "layer_idx"):
-                setattr(module, "layer_idx", place)  # noqa: B010
+                setattr(module, "layer_idx", index)  # noqa: B010
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, nn.ModuleList) and child[0] is layers[0]:
