@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support.ops import all_ops, variants_in_fp32
 from workflow.lib import kernels
-from workflow.lib.kernels.launch import INSTALLED
+from workflow.lib.kernels.kernel_launch import INSTALLED
 from workflow.lib.kernels.op import OPS, Decision, Key, Op, gradients_alone
 
 CPU = torch.device("cpu")

@@ -30,7 +30,7 @@ from workflow.lib.settings.config import DataColumns
 from workflow.lib.system.errors import UserError
 
 FUZZED = settings(
-    max_examples=120,
+    max_examples=60,
     derandomize=True,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
@@ -143,7 +143,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(FUZZED, max_examples=500)
+@settings(FUZZED, max_examples=250)
 @given(row=st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=6))
 def test_no_values_of_a_row_end_in_a_traceback(encoder, row):
     encode(Row(1, row), encoder)

@@ -13,7 +13,7 @@ from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from workflow.lib.kernels.launch import INSTALLED
+from workflow.lib.kernels.kernel_launch import INSTALLED
 from workflow.lib.system.device_types import GPUS, RECORDED
 
 logger = logging.getLogger("workflow")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from workflow.lib.kernels.launch import launch, power_of_two
+from workflow.lib.kernels.kernel_launch import launch, power_of_two
 from workflow.lib.kernels.op import Case, Op
 from workflow.lib.quantization.nf4_codes import (
     Scales,

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from workflow.lib.kernels.launch import LAUNCHED
+from workflow.lib.kernels.kernel_launch import LAUNCHED
 from workflow.lib.planning.memory.allocation_tape import COMPUTE, HOST
 from workflow.lib.planning.work import BESIDE
 from workflow.lib.recording.known_results import VIEWS, tensors

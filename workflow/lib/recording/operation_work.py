@@ -10,7 +10,7 @@ import torch.distributed as dist
 from workflow.lib.kernels.attention.arguments import attention_flop
 from workflow.lib.kernels.attention.document_lengths import are_equal
 from workflow.lib.kernels.attention.flex_masks import RECORDED_LENGTHS, seen_keys
-from workflow.lib.kernels.launch import LAUNCHED
+from workflow.lib.kernels.kernel_launch import LAUNCHED
 from workflow.lib.planning import work
 from workflow.lib.planning.work import Amount
 from workflow.lib.recording.known_results import VIEWS, tensors

@@ -32,7 +32,7 @@ from workflow.lib.kernels.attention.attention_choice import (
     FLEX,
 )
 from workflow.lib.kernels.attention.flex_masks import PackedMasks
-from workflow.lib.kernels.launch import launch
+from workflow.lib.kernels.kernel_launch import launch
 from workflow.lib.system.device_types import RECORDED
 
 Attend = Callable[..., torch.Tensor]

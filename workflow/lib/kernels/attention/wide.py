@@ -18,7 +18,7 @@ from workflow.lib.kernels.attention.attention_choice import (
     WIDEST_KERNEL_HEAD,
 )
 from workflow.lib.kernels.attention.flex_masks import seen_keys
-from workflow.lib.kernels.launch import launch, power_of_two
+from workflow.lib.kernels.kernel_launch import launch, power_of_two
 from workflow.lib.kernels.op import Case, Op, drawn
 
 CASE_BOUNDS = (0, 70, 200)  # of documents

@@ -21,7 +21,7 @@ from workflow.lib.kernels.eight_bits.rounding import (
     Rounded,
     by_kernel_on_gpus,
 )
-from workflow.lib.kernels.launch import WARPS, launch, power_of_two
+from workflow.lib.kernels.kernel_launch import WARPS, launch, power_of_two
 from workflow.lib.kernels.nf4.decode import NF4Data
 from workflow.lib.kernels.op import Case, Op, drawn
 from workflow.lib.system.device_types import GPUS

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from workflow.lib.kernels.launch import launch, power_of_two
+from workflow.lib.kernels.kernel_launch import launch, power_of_two
 from workflow.lib.kernels.op import Case, Op, drawn, first_tensor
 from workflow.lib.system.device_types import GPUS
 from workflow.lib.system.errors import UserError

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import increment_version
 
-from workflow.lib.kernels.launch import WARPS, launch, power_of_two
+from workflow.lib.kernels.kernel_launch import WARPS, launch, power_of_two
 from workflow.lib.kernels.op import Case, Op, drawn
 from workflow.lib.kernels.rows.gating import ACTIVATIONS
 

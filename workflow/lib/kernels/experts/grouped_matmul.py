@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from workflow.lib.kernels.experts.routing import Routing, Rows, Update, Weights
-from workflow.lib.kernels.launch import WARPS, launch, power_of_two
+from workflow.lib.kernels.kernel_launch import WARPS, launch, power_of_two
 from workflow.lib.kernels.op import Case, Op, drawn
 from workflow.lib.system.device_types import GPUS
 

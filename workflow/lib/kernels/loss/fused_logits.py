@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from workflow.lib.kernels.launch import launch
+from workflow.lib.kernels.kernel_launch import launch
 from workflow.lib.kernels.op import Case, Op, drawn
 
 IGNORED = -100  # the target of a padding row; torch's cross_entropy leaves it out

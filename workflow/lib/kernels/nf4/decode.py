@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from bitsandbytes.functional import QuantState, dequantize_4bit, quantize_4bit
 
-from workflow.lib.kernels.launch import WARPS, launch
+from workflow.lib.kernels.kernel_launch import WARPS, launch
 from workflow.lib.kernels.op import Case, Op, drawn
 
 # bitsandbytes' fixed block of the second quantization (functional.quantize_4bit)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from workflow.lib.kernels.launch import launch, power_of_two
+from workflow.lib.kernels.kernel_launch import launch, power_of_two
 
 
 def chunked(x: torch.Tensor, chunk: int, heads: tuple[int, int]) -> torch.Tensor:

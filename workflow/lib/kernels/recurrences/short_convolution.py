@@ -6,7 +6,7 @@ take 0.9 ms forward and 5.6 backward for 4,096 tokens of 10,240 channels."""
 import torch
 from torch import nn
 
-from workflow.lib.kernels.launch import WARPS, launch
+from workflow.lib.kernels.kernel_launch import WARPS, launch
 from workflow.lib.kernels.op import Case, Op, drawn, keeping
 
 ROWS, COLUMNS = 32, 128  # tokens and channels of a program

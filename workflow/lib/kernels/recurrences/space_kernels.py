@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from workflow.lib.kernels.launch import launch
+from workflow.lib.kernels.kernel_launch import launch
 from workflow.lib.kernels.recurrences.chunks import (
     CHUNK,
     Sizes,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch.autograd.graph import increment_version
 
-from workflow.lib.kernels.launch import WARPS, launch, power_of_two
+from workflow.lib.kernels.kernel_launch import WARPS, launch, power_of_two
 from workflow.lib.kernels.op import Case, Op, drawn
 
 DRAWS = 2**16  # values of a draw

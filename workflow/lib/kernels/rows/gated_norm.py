@@ -5,7 +5,7 @@ times."""
 import torch
 from torch import nn
 
-from workflow.lib.kernels.launch import launch, power_of_two
+from workflow.lib.kernels.kernel_launch import launch, power_of_two
 from workflow.lib.kernels.op import Case, Op, drawn, keeping
 
 ELEMENTS = 2048  # of a program, or more if a group has more

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch.autograd.graph import increment_version
 
-from workflow.lib.kernels.launch import WARPS, launch
+from workflow.lib.kernels.kernel_launch import WARPS, launch
 from workflow.lib.kernels.op import Case, Op
 from workflow.lib.kernels.rows.gating import Gating, row_distance
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import increment_version
 
-from workflow.lib.kernels.launch import WARPS, launch, power_of_two
+from workflow.lib.kernels.kernel_launch import WARPS, launch, power_of_two
 from workflow.lib.kernels.op import Case, Op, drawn
 
 ROWS, COLUMNS = 16, 128  # of a program: the fastest of 7 tried on an H100, rank 16

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from workflow.lib.kernels.launch import launch, power_of_two
+from workflow.lib.kernels.kernel_launch import launch, power_of_two
 from workflow.lib.kernels.op import Case, Op, drawn, keeping
 
 ELEMENTS = 4096  # of a program, or more if a row has more

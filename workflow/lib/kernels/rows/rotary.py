@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from workflow.lib.kernels.launch import WARPS, launch, power_of_two
+from workflow.lib.kernels.kernel_launch import WARPS, launch, power_of_two
 from workflow.lib.kernels.op import Case, Op, drawn
 
 Heads = tuple[torch.Tensor, ...]
