@@ -197,14 +197,13 @@ def used(card, **replaced):
     ("family", "quantize"),
     [
         ("llama", {}),
-        ("llama", {"double_quant": False}),
-        ("llama", {"block_size": 128}),
+        ("llama", {"double_quant": False, "block_size": 128}),
         ("mistral3", {}),
         ("mixtral", {}),
         ("llama in NF4", {}),
         ("llama in words", {}),
     ],
-    ids=["usual", "single", "wide", "multimodal", "experts", "original in NF4", "said to be"],
+    ids=["usual", "single and wide", "multimodal", "experts", "original in NF4", "said to be"],
 )
 def test_card_loads_what_was_evaluated(run, tmp_path, family, quantize):
     """Bit for bit: the NF4 weights, the types, and the adapter; so are the logits. Rows are whole

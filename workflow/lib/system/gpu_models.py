@@ -141,7 +141,8 @@ def model_named(name: str) -> GpuModel | None:
         return model
     if (match := OTHER_KIND.fullmatch(name)) is None:
         return None
-    return _model(name, *map(float, match.groups()[1:]), PCIE_4, match[1])
+    gib, tflops, gb_per_s = map(float, match.groups()[1:])
+    return _model(name, gib, tflops, gb_per_s, PCIE_4, match[1])
 
 
 def _readings(text: str) -> Iterator[tuple[int, str]]:

@@ -10,8 +10,6 @@ import tempfile
 from pathlib import Path, PurePath
 from typing import IO, Any, BinaryIO, Literal
 
-import pyarrow
-
 from workflow.lib.settings.data import FileType
 from workflow.lib.system.errors import setting_error
 
@@ -58,6 +56,8 @@ def open_bytes(path: Path) -> BinaryIO:
     if opened := STANDARD.get(compression):
         raw: Any = opened(path)
     else:
+        import pyarrow  # here: Snakemake reads this module at each start, and no file
+
         raw = pyarrow.input_stream(str(path), compression=compression)
     bounded = _Unpacked(raw, packed_bytes=path.stat().st_size)
     return io.BufferedReader(bounded, buffer_size=BUFFER_BYTES)
