@@ -18,6 +18,7 @@ from tests.support.models import quantized
 from tests.support.report_examples import (
     HOSTILE,
     SERVED_CHECK,
+    add_forgetting,
     add_gguf,
     add_subject,
     edit,
@@ -137,6 +138,18 @@ def test_card_tells_what_the_adapter_continues(run):
         "| Continues | <code>acme/chat</code> → <code>run sft: sft on chats</code> → this adapter, "
         "on the same base |" in model_card(read(run)).splitlines()
     )
+
+
+@pytest.mark.parametrize("rise", [0.125, 0.0])
+def test_card_has_the_loss_of_other_texts_and_warns_of_a_worse_one(run, rise):
+    assert "texts of other kinds" not in model_card(read(run))
+    add_forgetting(run, rise)
+    text = model_card(read(run))
+    assert "| loss on 40 texts of other kinds (code, prose) | 2.0000 \\[1.7500, 2.2500\\] |" in text
+    assert (
+        "- The tuned model got worse at texts of other kinds: \\+0.1250 \\[\\+0.0938, \\+0.1562\\] "
+        "nats per token against the NF4 base." in text
+    ) is (rise > 0)
 
 
 BETTER, WORSE, UNCLEAR, UNJUDGED = (

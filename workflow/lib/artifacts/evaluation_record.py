@@ -290,13 +290,12 @@ class Forgetting:
         return self.nats >= FORGETTING_BOUND and self.ci95 is not None and self.ci95[0] > 0
 
     def __str__(self) -> str:
-        change = "worse" if self.is_worse else "not clearly worse"
+        served, reference = FORMS[self.served].label, FORMS[self.reference].label
         within = "" if self.ci95 is None else " [{}, {}]".format(*map(signed, self.ci95))
-        return (
-            f"The {FORMS[self.served].label} model got {change} at texts of other kinds: "
-            f"{signed(self.nats)}{within} nats per token against the "
-            f"{FORMS[self.reference].label}"
-        )
+        change = f"{signed(self.nats)}{within} nats per token against the {reference}"
+        if self.is_worse:
+            return f"The {served} model got worse at texts of other kinds: {change}"
+        return f"loss of the {served} model at texts of other kinds: {change}"
 
 
 def forgetting(subjects: Mapping[SubjectName, Evaluation]) -> Forgetting | None:
