@@ -120,6 +120,7 @@ def start_training(observed: Observed) -> None:
 
 
 def end_training(observed: Observed) -> None:
+    """Note the peaks of the steps, bytes."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         observed.allocated_bytes = torch.cuda.max_memory_allocated()
         observed.reserved_bytes = torch.cuda.max_memory_reserved()

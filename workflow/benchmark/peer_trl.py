@@ -149,6 +149,8 @@ def cap_memory(plan: StepPlan, device: torch.device) -> None:
 def train(
     job: Job, config: RunConfig, device: torch.device, observed: Observed, pulse: Pulse
 ) -> None:
+    """Train the job's case by TRL; fill `observed`. Raises `UserError` if Accelerate does not
+    shard."""
     assert job.peer is not None, "the benchmark starts this for peers alone"
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     observed.attention = "flash_attention_2" if is_flash_attn_2_available() else "sdpa"

@@ -27,6 +27,7 @@ class Pair(NamedTuple):
 
 
 def random_pairs(count: int, *, seq_len: int, vocab_size: int) -> list[Pair]:
+    """Return `count` pairs of drawn lengths, the same at each call."""
     draw = np.random.default_rng(SEED)
 
     def ids(median: int, deviation: float) -> Ids:

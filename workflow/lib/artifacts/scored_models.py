@@ -47,6 +47,7 @@ class ScoredModel:
 
     @property
     def options(self) -> list[str]:
+        """The model as options of `score_tokens`."""
         values = {"--base": self.base, "--model": self.model, "--setting": self.setting}
         values |= {"--named": self.named, "--top-k": str(self.top_k)}
         return [part for name, value in values.items() if value for part in (name, value)]

@@ -37,6 +37,7 @@ class FailedJobs(logging.Filter):
         self._shown: set[str] = set()
 
     def filter(self, record: logging.LogRecord) -> bool:
+        """Drop Snakemake's messages of a failed job whose cause was shown."""
         text = record.getMessage()
         if "CalledProcessError in file" in text:
             return False  # `job_error`, which follows, has the same command

@@ -42,6 +42,7 @@ def result_columns(runs: list[Run]) -> list[Column]:
 
 
 def comparison_csv(runs: list[Run]) -> str:
+    """Return all settings and results as CSV, a row per run."""
     columns = [*setting_columns(runs), *result_columns(runs)]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -174,6 +175,7 @@ def task_columns(runs: list[Run]) -> list[str]:
 
 
 def comparable(runs: list[Run]) -> bool:
+    """Tell whether all runs have the same held-out tokens and weights."""
     files = [run.manifest.files for run in runs]
     return len({(each.heldout_input_ids, each.heldout_weights) for each in files}) == 1
 
@@ -192,6 +194,7 @@ def best_run(runs: list[Run]) -> Run | None:
 
 
 def pairs_of(runs: list[Run]) -> int:
+    """Return the number of pairs of runs."""
     return len(runs) * (len(runs) - 1) // 2
 
 

@@ -358,10 +358,12 @@ REWARD_CURVES = (
 
 
 def reward_runs(runs: Sequence[Run]) -> list[Run]:
+    """Return the runs whose training or evaluation has rewards."""
     return [run for run in runs if reward_fields(run) or run.measured.served.rewards]
 
 
 def reward_fields(run: Run) -> list[str]:
+    """Return the fields of rewards and log-probabilities that a run logged."""
     fields = [field for curve in REWARD_CURVES for field in curve.fields]
     return [name for name in fields if any(getattr(s, name) is not None for s in run.steps)]
 

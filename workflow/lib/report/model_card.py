@@ -62,6 +62,7 @@ class CardInputs:
 
 
 def model_card(inputs: CardInputs) -> str:
+    """Return the card as Markdown with the hub's metadata."""
     facts, served = inputs.quantization, inputs.measured.served.subject
     is_other = facts.taken or facts.only_here is not None or inputs.nf4_base_id is not None
     arguments = inputs.manifest.template_kwargs or {}

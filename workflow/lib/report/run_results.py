@@ -84,6 +84,7 @@ class Run:
 
     @property
     def provenances(self) -> list[Provenance]:
+        """Origins of the artifacts that the report shows."""
         return [
             self.manifest.provenance,
             self.preflight.provenance,

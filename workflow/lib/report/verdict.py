@@ -79,6 +79,7 @@ class Measured:
 
     @property
     def reference(self) -> Evaluation:
+        """The model that held-out losses are compared with: the original, or the NF4 base."""
         return self._reference(lambda evaluation: evaluation.heldout is not None)
 
     @property
@@ -97,6 +98,7 @@ class Measured:
 
     @property
     def comparison(self) -> Comparison:
+        """Paired comparison of the served model with the reference."""
         return self.served.comparisons[self.reference.subject]
 
     @property
@@ -123,6 +125,7 @@ class Measured:
 
     @property
     def scores(self) -> list[TaskScore]:
+        """Each metric of each task, of the reference and the served model."""
         before, after = self.task_reference, self.served
         differences = after.comparisons[before.subject].tasks
         return [
@@ -242,6 +245,8 @@ class Gate:
 
 
 def gate(settings: EvaluateConfig, measured: Measured) -> Gate:
+    """Return the verdict on `evaluate.require`; a requirement that cannot be judged is its
+    problem."""
     try:
         return Gate(verdicts(settings.require, measured, by=settings.require_by))
     except UserError as error:

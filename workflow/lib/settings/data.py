@@ -240,6 +240,7 @@ class DataConfig(Section):
 
     @property
     def train_sources(self) -> tuple[DataSource, ...]:
+        """The training sources, with the settings that they leave to `data`."""
         return self._filled(self.train) if self.train else ()
 
     @property

@@ -153,4 +153,5 @@ def reads_start(objective: ObjectiveName, preferences: PreferencesConfig) -> boo
 
 
 def readers_of(setting: str) -> list[ObjectiveName]:
+    """Return the objectives that read a setting of `preferences` or `distill`."""
     return [name for name, needs in NEEDS.items() if setting in needs.settings]

@@ -49,6 +49,7 @@ def fault_text(error: Exception) -> str:
 
 
 def checked_line(row: Mapping[str, object]) -> str:
+    """Return a row as a JSON line with its `sha256`."""
     return json.dumps(with_checksum(row), ensure_ascii=False, allow_nan=False) + "\n"
 
 

@@ -39,6 +39,7 @@ class RecordedFile:
 
 
 def damaged(folder: Path, name: str, finding: str) -> UserError:
+    """Return the error of a damaged file in a folder of the workflow."""
     return UserError(
         f"{folder / name} is damaged: it {finding}. Delete the folder {folder} and repeat the "
         "command; the folder is made again."
@@ -114,6 +115,7 @@ def findings(
     threads: int = 1,
     on_progress: Callable[[], None] = lambda: None,
 ) -> list[str | None]:
+    """Return each file's fault, or None, hashed by `threads` threads."""
     with ThreadPoolExecutor(max_workers=threads) as pool:  # hashing frees the interpreter's lock
         return list(pool.map(lambda file: file.finding(on_progress), files))
 

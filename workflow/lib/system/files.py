@@ -29,10 +29,12 @@ def canonical_json(value: Any) -> str:
 
 
 def short_hash(value: Any) -> str:
+    """Return the first `KEY_LENGTH` hexadecimal digits of `json_sha256`."""
     return json_sha256(value)[:KEY_LENGTH]
 
 
 def json_sha256(value: Any) -> str:
+    """Return the SHA-256 of a value's canonical JSON."""
     return hashlib.sha256(canonical_json(value).encode()).hexdigest()
 
 
@@ -101,6 +103,7 @@ def _umask() -> int:
 
 
 def write_text(path: Path, text: str) -> None:
+    """Write a UTF-8 text atomically."""
     with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
@@ -131,6 +134,7 @@ def verified(value: Any) -> dict[str, Any]:
 
 
 def write_checked_json(path: Path, value: Mapping[str, object]) -> None:
+    """Write a JSON object with its `sha256` atomically."""
     write_json(path, with_checksum(value))
 
 

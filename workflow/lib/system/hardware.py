@@ -221,6 +221,7 @@ def loopback_fault(seconds: float = 5.0) -> str | None:
 
 
 def check_processes_can_work() -> None:
+    """Raise `UserError` without shared memory or a loopback network."""
     for fault in (shared_memory_fault(), loopback_fault()):
         if fault is not None:
             raise UserError(f"{fault}.")

@@ -92,6 +92,7 @@ def spoken(name: str) -> str:
 
 
 def listed_names(names: Sequence[str], *, limit: int = 8) -> str:
+    """Return the first `limit` names, and how many more there are; `no files` for none."""
     suffix = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + suffix or "no files"
 

@@ -48,11 +48,13 @@ class Progress:
         self._bar.close()
 
     def add(self, count: int, *, work: float | None = None) -> None:
+        """Count finished items. work: their cost in the unit of `total_work`; None: one each."""
         self._bar.update(count)
         self._done += count
         self._done_work += count if work is None else work
 
     def line(self, elapsed_s: float) -> str:
+        """Return the progress in words, with the remaining time if it can be estimated."""
         total = "" if self._total is None else f" of {self._total}"
         passed = f"{self._what}: {self._done}{total} {self._unit} in {duration(elapsed_s)}"
         if self._total is None:

@@ -31,6 +31,7 @@ class Interface:
         return re.split("[.:]", self.owner)[0]
 
     def is_there(self) -> bool:
+        """Tell whether the installed release has the name."""
         module, _, path = self.owner.partition(":")
         try:
             value: Any = import_module(module)

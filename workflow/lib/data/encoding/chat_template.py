@@ -134,6 +134,7 @@ class ChatTemplate:
 
     @cached_property
     def arguments(self) -> set[str]:
+        """Names that the template reads beside its standard variables and special tokens."""
         return meta.find_undeclared_variables(self._tree) - OWN_NAMES - set(self._special_tokens)
 
     def unknown_argument(self, names: Collection[str]) -> str | None:
@@ -240,6 +241,8 @@ def _with_json(call: ToolCall) -> ToolCall:
 
 
 def keys_in_template(text: str) -> frozenset[str]:
+    """Return all text constants and attribute names of a template: keys of messages that it may
+    read."""
     environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=True)
     tree = environment.parse(GENERATION_TAG.sub("", text))
     constants = {n.value for n in tree.find_all(nodes.Const) if isinstance(n.value, str)}

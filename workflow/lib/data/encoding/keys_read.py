@@ -125,6 +125,7 @@ def weight_of(flags: Iterable[Flag], where: str, *, all_trained: bool) -> float:
 
 
 def check_not_trained_by_role(flags: Iterable[Flag], where: str) -> None:
+    """Raise `RowError` at a flag that would train a turn of another role than the assistant's."""
     for flag in flags:
         key = flag.key
         if flag_weight(flag, where) and key not in WEIGHTS:
@@ -313,6 +314,7 @@ class KeyAudit:
                 )
 
     def count(self, schema: KeySchema, key: str) -> None:
+        """Count a key that was not read; beyond `MAX_NAMES` names they are counted together."""
         counted = schema.name, key
         if counted not in self._counts and len(self._counts) >= MAX_NAMES:
             counted = OTHERS
@@ -384,6 +386,7 @@ def row_weight(usage: KeyUsage, value: Values, *, column: str) -> float:
 
 
 def media_error(what: str) -> RowError:
+    """Return the error of a row with pictures, sounds or videos."""
     return RowError(
         f"not text: {what}, and pictures, sounds and videos are not read; to train on the text "
         "alone, set data.media: omit"

@@ -66,6 +66,7 @@ def role_of(item: Message) -> str | None:
 
 
 def is_transcript(value: Any) -> bool:
+    """Tell whether a value is a text with turns of Human and Assistant, as in HH-RLHF."""
     return isinstance(value, str) and TRANSCRIPT.match(value) is not None
 
 

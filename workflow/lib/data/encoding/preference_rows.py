@@ -63,6 +63,8 @@ class Judged:
 
 @cache
 def judged_schema(format: Format, columns: DataColumns) -> KeySchema:
+    """Return the columns of a rated row or of a pair: also its label, and the input of an
+    instruction."""
     schema = row_schema(format, columns)
     judging = {columns.label or LABEL}
     if format in PAIRS:
@@ -312,4 +314,5 @@ def _encoded(
 
 
 def prompt_of(ids: npt.NDArray[np.uint32], mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.uint32]:
+    """Return the token ids before the first trained token."""
     return ids[: int(mask.argmax())]

@@ -205,10 +205,12 @@ def _is_named(key: str, columns: DataColumns) -> bool:
 
 
 def system_columns(columns: DataColumns) -> tuple[str, ...]:
+    """Return the columns that may hold the system text: the user's, else the usual names."""
     return (columns.system,) if _is_named("system", columns) else SYSTEM_NAMES
 
 
 def tools_columns(columns: DataColumns) -> tuple[str, ...]:
+    """Return the columns that may hold the tools: the user's, else the usual names."""
     return (columns.tools,) if _is_named("tools", columns) else TOOLS_NAMES
 
 

@@ -105,6 +105,7 @@ class RowParts(NamedTuple):
 
 @cache
 def row_schema(format: Format, columns: DataColumns) -> KeySchema:
+    """Return the columns that a format reads, with their optional ones and flags."""
     names = {getattr(columns, key) for key in (*REQUIRED[format], *ALSO_READ.get(format, ()))}
     optional: set[str] = set()
     if format == "tokens":
@@ -198,6 +199,7 @@ def _unused_column(name: str, format: str, change: str) -> RowError:
 
 
 def check_prompt_is_in(messages: list[Message], prompt: object, columns: DataColumns) -> None:
+    """Raise `RowError` if a text of the prompt's column stands in no message."""
     items = prompt if isinstance(prompt, list) else [prompt]
     texts = [item.get("content") if isinstance(item, dict) else item for item in items]
     contents = [message["content"] for message in messages]
@@ -218,6 +220,7 @@ def _conversation(messages: list[Message], weights: list[float], row: RowParts) 
 
 
 def check_has_answer(messages: list[Message], weights: list[float]) -> None:
+    """Raise `RowError` without an assistant's turn, or if none of them may be trained."""
     if not any(message["role"] == "assistant" for message in messages):
         raise RowError("no assistant turn")
     if not any(weights):
@@ -396,6 +399,7 @@ def _check_is_no_tree(items: list[Any], what: str) -> None:
 
 
 def read_history(row: RowParts) -> tuple[list[Message], list[float]]:
+    """Return the messages of the history column and their weights; empty without one."""
     name = row.columns.history
     if row.optional.get(name) in EMPTY:
         return [], []

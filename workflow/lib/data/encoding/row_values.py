@@ -21,6 +21,7 @@ class UnwantedRowError(RowError):
 
 
 def kind(value: Any) -> str:
+    """Return the name of a value's type for messages."""
     return "null" if value is None else type(value).__name__
 
 
@@ -35,6 +36,7 @@ def text_of(text: Any, what: str, *, may_be_blank: bool = False) -> str:
 
 
 def check_unicode(value: Any, what: str) -> None:
+    """Raise `RowError` if a text in the value holds a lone surrogate, which UTF-8 cannot encode."""
     if isinstance(value, str) and value.isascii():
         return
     try:
@@ -94,6 +96,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def json_value(text: str, what: str) -> Any:
+    """Return the value of a JSON text; raises `RowError` if it is broken, or nested too deeply."""
     try:
         value = parse_json(text)
     except (ValueError, RecursionError) as error:

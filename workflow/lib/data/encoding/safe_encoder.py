@@ -86,11 +86,13 @@ class SafeEncoder:
         return guarded
 
     def specials_in(self, text: str) -> frozenset[str]:
+        """Return the special tokens that a text spells."""
         if self.special_pattern.search(text) is None:
             return frozenset()
         return frozenset(self.special_pattern.findall(text))
 
     def spellings(self, ids: Collection[int]) -> frozenset[str]:
+        """Return the spellings of the special tokens among `ids`."""
         return frozenset(text for text, number in self._ids.items() if number in ids)
 
     def guard(self, text: str, *, but: Collection[str] = ()) -> str:
@@ -101,6 +103,7 @@ class SafeEncoder:
         )
 
     def end_of_last_special(self, text: str, start: int) -> int | None:
+        """Return the character after the last special token from `start` on; None without one."""
         ends = [match.end() for match in self.special_pattern.finditer(text, start)]
         return ends[-1] if ends else None
 
@@ -120,6 +123,7 @@ class SafeEncoder:
         return match[0] if match else ""
 
     def start_of_last_special(self, text: str) -> int | None:
+        """Return the first character of the last special token; None without one."""
         starts = [match.start() for match in self.special_pattern.finditer(text)]
         return starts[-1] if starts else None
 
@@ -203,6 +207,7 @@ class TextTokens:
 
     @cached_property
     def ids(self) -> npt.NDArray[np.uint32]:
+        """All token ids uint32, (tokens,): head and tail."""
         tail = np.array(self.tail, dtype=np.uint32)
         return np.concatenate([self.head, tail]) if len(self.head) else tail
 

@@ -51,6 +51,7 @@ class Encoded:
     """Token ids of the same text in NFC, to compare it with others; None: the ids themselves."""
 
     def weighted(self, weight: float) -> "Encoded":
+        """Return the document with its loss weights multiplied by `weight`."""
         weights = self.mask.astype(np.float32) if self.weights is None else self.weights
         return replace(self, weights=weights * np.float32(weight))
 

@@ -57,10 +57,13 @@ class Text(NamedTuple):
 
     @property
     def name(self) -> str:
+        """The text in words, for messages."""
         kind, message, owner = self.origin
         return NAMES.get(kind, NAMES["user"]).format(what=owner, number=message + 1)
 
     def stands_in(self, document: str) -> bool:
+        """Tell whether a rendered document holds the text, as it is or escaped in JSON, or all its
+        parts."""
         return _stands(self.value, document) or (
             bool(self.parts) and all(_stands(part, document) for part in self.parts)
         )
@@ -147,12 +150,14 @@ Visitor = Collector | Marker
 
 
 def texts_of_conversation(conversation: Conversation) -> list[Text]:
+    """Return every text that a template has to write for a conversation."""
     collector = Collector()
     _visit(conversation, collector)
     return collector.texts
 
 
 def marked(conversation: Conversation) -> tuple[Conversation, list[Text]]:
+    """Return a copy of a conversation with marks in its texts, and the marks as texts to search."""
     marker = Marker()
     return _visit(conversation, marker), marker.texts
 
@@ -288,6 +293,7 @@ def reasoning_of(message: Message) -> str:
 
 
 def without_reasoning(message: Message) -> Message:
+    """Return an assistant's message without its reasoning, in its own key or in the content."""
     rest_of_message = {key: value for key, value in message.items() if key not in REASONING_KEYS}
     before, end, after = message["content"].rpartition(END_OF_REASONING)
     first = before.rpartition(BEGIN_OF_REASONING)[0] if end else ""

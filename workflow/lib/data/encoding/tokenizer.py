@@ -131,6 +131,7 @@ def read_tool_template(tokenizer: PreTrainedTokenizerBase, path: str | None) -> 
 
 
 def default_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return the tokenizer's template for conversations without tools; None without one."""
     template = tokenizer.chat_template
     default: str | None = template.get(DEFAULT_TEMPLATE) if isinstance(template, dict) else template
     return default

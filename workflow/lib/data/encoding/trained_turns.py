@@ -82,6 +82,7 @@ class TurnRenderer:
         return Rendered(texts, guarded, special_texts, frozenset(lost | ignored))
 
     def whole(self, conversation: Conversation) -> str:
+        """Return the text of the whole conversation."""
         return self._render(conversation)[0]
 
     def checked(self, conversation: Conversation) -> list[TurnText]:

@@ -65,6 +65,7 @@ class MarkedTurn:
     reasons: bool
 
     def is_opened_by(self, prompt: str) -> bool:
+        """Tell whether the prompt ends with the beginning of a reasoning."""
         if self.opening is not None and prompt.rstrip() == self.opening.rstrip():
             return True
         return OPENED.search(prompt) is not None

@@ -105,6 +105,7 @@ def open_seekable(path: Path) -> IO[bytes]:
 
 
 def read_head(path: Path, *, length: int = 4096) -> bytes:
+    """Return the first `length` unpacked bytes of a file."""
     with open_bytes(path) as file:
         return file.read(length)
 
@@ -114,11 +115,15 @@ def compression_of(path: PurePath) -> Compression | None:
 
 
 def type_by_name(path: PurePath) -> FileType | None:
+    """Return the type by the extension, without a compression's; None if it is none of
+    `EXTENSIONS`."""
     inner = path.with_suffix("") if compression_of(path) else path
     return EXTENSIONS.get(inner.suffix.lower())
 
 
 def file_type_of(path: PurePath, *, setting: str) -> FileType:
+    """Return the type of a file by its name; raises `UserError`, naming `setting`, if it is
+    unknown."""
     file_type = type_by_name(path)
     if file_type is None:
         extensions, compressions = ", ".join(EXTENSIONS), " or ".join(COMPRESSIONS)

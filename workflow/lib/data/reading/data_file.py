@@ -57,6 +57,7 @@ BROKEN_VALUES = (ValueError, KeyError, RecursionError)
 
 
 def read_parquet(path: Path, *, rows_per_chunk: int) -> Iterator[Chunk]:
+    """Yield the rows of a Parquet file. Raises `UnreadableError` where it is damaged."""
     with open_seekable(path) as raw:
         first = 1
         try:
@@ -80,6 +81,8 @@ def read_parquet(path: Path, *, rows_per_chunk: int) -> Iterator[Chunk]:
 
 
 def read_arrow(path: Path, *, rows_per_chunk: int) -> Iterator[Chunk]:
+    """Yield the rows of an Arrow IPC file or stream. Raises `UnreadableError` where it is
+    damaged."""
     first = 1
     with _arrow_source(path) as source:
         try:
@@ -253,6 +256,7 @@ def read_chunks(
 def read_rows(
     path: Path, *, setting: str, file_type: FileType | None = None
 ) -> Iterator[Row | BrokenRow]:
+    """Yield the rows of `read_chunks` one by one."""
     for chunk in read_chunks(path, setting=setting, file_type=file_type):
         yield from chunk.rows()
 

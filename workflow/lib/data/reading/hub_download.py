@@ -87,6 +87,7 @@ class Source:
         return "dataset" if self.kind == "dataset" else "model"
 
     def error(self, bound: str, change: str) -> UserError:
+        """Return the error of the setting that names the repository."""
         return setting_error(SETTINGS[self.kind], self.repo_id, bound, change)
 
 

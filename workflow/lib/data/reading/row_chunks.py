@@ -60,6 +60,7 @@ def printable(text: str) -> str:
 
 
 def preview(text: str) -> str:
+    """Return the first `PREVIEW_CHARS` characters, printable."""
     return printable(text[:PREVIEW_CHARS])
 
 
@@ -76,6 +77,7 @@ def as_row(number: int, value: Any, *, brackets: int | None = None) -> Row | Bro
 
 
 def is_too_deep(value: Any) -> bool:
+    """Tell whether lists and objects nest more than `MAX_DEPTH` levels."""
     level = [value]
     for _ in range(MAX_DEPTH + 1):
         level = [

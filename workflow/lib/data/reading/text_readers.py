@@ -98,6 +98,7 @@ def _chunks(
 
 
 def read_jsonl(path: Path, *, rows_per_chunk: int) -> Iterator[Chunk]:
+    """Yield the objects of a file with a JSON object a line."""
     with open_bytes(path) as file:
         yield from _chunks(numbered_lines(file), json_row, rows_per_chunk=rows_per_chunk)
 
@@ -170,6 +171,7 @@ def _element(number: int, value: object, source: str) -> Row | BrokenRow:
 
 
 def read_text(path: Path, *, rows_per_chunk: int) -> Iterator[Chunk]:
+    """Yield the file as one text."""
     with open_bytes(path) as file:
         text = file.read(MAX_ROW_BYTES + 1).removeprefix(BOM).replace(b"\n" + BOM, b"\n")
     yield Unparsed(((1, text),), text_row)

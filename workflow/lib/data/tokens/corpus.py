@@ -99,6 +99,7 @@ class FileRows:
     """Rows with an allowed text that the template left out, by the kind of the text."""
 
     def add(self, facts: ShardFacts) -> None:
+        """Add the counts of one of the file's shards."""
         self.rows_read += facts.rows_read
         self.counts.update(facts.counts)
         self.unrendered.update(facts.unrendered)
@@ -119,6 +120,7 @@ class Corpus:
     rows_read: int = 0
 
     def add(self, stem: Path, file: int) -> ShardFacts:
+        """Append the finished shard at `stem` of file `file`; return its facts."""
         facts = read_facts(stem)
         shard = Shard(stem, file, self.rows_read, facts.rows_read, facts.documents, facts.tokens)
         self.shards.append(shard)

@@ -83,6 +83,7 @@ class Documents:
         return shard.ids[shard.span(position)]
 
     def origin(self, index: int) -> tuple[int, int]:
+        """Return the number of a document's file, and of its row in that file."""
         shard, position = self.locate(index)
         return self.shards[shard].file, int(self.shards[shard].table()["row"][position])
 
@@ -96,6 +97,7 @@ class Documents:
             yield shard, chosen[edges[shard] : edges[shard + 1]]
 
     def locate(self, index: int) -> tuple[int, int]:
+        """Return the shard of a document, and its position there."""
         shard = int(np.searchsorted(self.shard_offsets, index, side="right")) - 1
         return shard, index - int(self.shard_offsets[shard])
 

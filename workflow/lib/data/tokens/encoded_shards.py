@@ -95,6 +95,7 @@ class ShardBuilder:
         self.facts = ShardFacts()
 
     def add(self, row: Row | BrokenRow, begun: Begun | RowError) -> None:
+        """Encode a begun row, or count it as dropped."""
         try:
             if isinstance(begun, RowError):
                 raise begun
@@ -151,6 +152,7 @@ class ShardBuilder:
         self.facts.unrendered.update(examples[0].unrendered)
 
     def save(self, stem: Path) -> None:
+        """Write the shard's files; the facts, last, mark it as finished."""
         table = np.array(self._table, dtype=TABLE)
         self.facts.documents, self.facts.tokens = len(table), int(table["length"].sum())
         ids = [piece.ids for piece in self._pieces] or [np.empty(0, dtype=np.uint32)]
@@ -173,6 +175,7 @@ class ShardBuilder:
 
 
 def digest(content: bytes) -> int:
+    """Return the BLAKE2b digest of `DIGEST_BYTES` bytes as a number."""
     return int.from_bytes(hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest(), "little")
 
 
@@ -229,6 +232,7 @@ class Shard:
     tokens: int
 
     def table(self) -> npt.NDArray[Any]:
+        """Return the shard's `TABLE`, (documents,)."""
         table: npt.NDArray[Any] = np.load(f"{self.stem}.table.npy", allow_pickle=False)
         return table
 
@@ -237,6 +241,7 @@ class Shard:
         return mapped(f"{self.stem}.ids.npy")
 
     def mask(self) -> npt.NDArray[np.bool_]:
+        """Return the loss mask of all documents, concatenated, (tokens,), mapped."""
         return mapped(f"{self.stem}.mask.npy")
 
     @property
@@ -245,6 +250,8 @@ class Shard:
         return Path(f"{self.stem}.weights.npy").exists()
 
     def weights(self) -> npt.NDArray[np.float32]:
+        """Return the loss weights of all documents, (tokens,); the mask as 0 and 1 without
+        weights."""
         if self.has_weights:
             return mapped(f"{self.stem}.weights.npy")
         return self.mask().astype(np.float32)
@@ -267,6 +274,7 @@ def checksum(array: npt.NDArray[Any]) -> int:
 
 
 def is_finished(stem: Path) -> bool:
+    """Tell whether a shard is complete: its facts and arrays agree with their checksums."""
     try:
         checksums = read_facts(stem).checksums
         return bool(checksums) and all(

@@ -24,6 +24,7 @@ SHOWN_PAIRS = 3  # near-duplicates that an error message quotes
 def drop_overlap(
     train: Split, heldout: Split, listing: Listing, tokenizer: PreTrainedTokenizerBase
 ) -> Split:
+    """Return held-out without the documents whose tokens a training document has."""
     reasons = ((int(number), OVERLAP) for number in overlap(heldout, train))
     return drop_documents(heldout, reasons, listing, tokenizer)
 

@@ -121,6 +121,8 @@ def chat_facts(encoder: SampleEncoder, *, chat_template: str | None) -> Facts:
 def source_facts(
     corpora: Mapping[str, Corpus], splits: Mapping[str, Split], encodings: Mapping[str, Encoding]
 ) -> list[Facts]:
+    """Return the manifest's entry of every data file, with its counts of rows, documents and
+    tokens."""
     return [
         {
             "split": name,
@@ -157,6 +159,8 @@ def _counts_by_file(split: Split) -> list[Facts]:
 
 
 def splits_facts(train: Split, heldout: Split, *, packed_rows: int, seq_len: int) -> Facts:
+    """Return the facts on both splits. packed_rows: rows of the training split, `seq_len` tokens
+    each."""
     facts = split_facts(train, seq_len=seq_len)
     fill = facts["tokens"] / (packed_rows * seq_len)
     return {

@@ -32,6 +32,8 @@ def log_facts(
     special_tokens: SpecialTokens | None = None,
     leave_out: Sequence[str] = (),
 ) -> None:
+    """Log the manifest's counts. Warns of whatever may surprise: notes on rows, unused `leave_out`
+    keys."""
     train, seq_len = facts["splits"]["train"], facts["seq_len"]
     _log_split("train", train, seq_len=seq_len)
     _log_split("heldout", facts["splits"]["heldout"], seq_len=seq_len)

@@ -27,6 +27,7 @@ class Packing:
         return len(self.offsets) - 1
 
     def row(self, index: int) -> npt.NDArray[np.int64]:
+        """Return the numbers of the documents in row `index`."""
         return self.documents[self.offsets[index] : self.offsets[index + 1]]
 
     def units_to_documents(self, size: int) -> "Packing":

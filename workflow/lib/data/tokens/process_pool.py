@@ -39,6 +39,7 @@ _work: list[Callable[[Any], Any]] = []
 
 
 def available_processes() -> int:
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 

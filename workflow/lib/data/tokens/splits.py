@@ -172,6 +172,8 @@ def _drawn_groups(documents: Documents, *, count: int, seed: int) -> npt.NDArray
 
 
 def weighted(split: Split, *, seed: int) -> Split:
+    """Return the split with each document as often as the weight of its source says
+    (`times_taken`)."""
     weights = [source.weight for source in split.corpus.sources]
     if set(weights) == {1.0}:
         return split
@@ -192,6 +194,7 @@ def weighted(split: Split, *, seed: int) -> Split:
 
 
 def documents_by_source(split: Split) -> list[int]:
+    """Return the number of chosen documents of each source."""
     counts, last = [0] * len(split.corpus.sources), 0
     for file, chosen in split.by_file():
         source = split.corpus.files[file].source

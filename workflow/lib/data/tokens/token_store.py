@@ -196,6 +196,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def array_names(manifest: dict[str, Any]) -> list[str]:
+    """Return the files of the arrays that a manifest names."""
     return [*ARRAYS, *(name for name in OPTIONAL_ARRAYS if name in manifest["files"])]
 
 

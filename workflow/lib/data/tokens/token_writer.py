@@ -75,6 +75,7 @@ class ArrayWriter:
         np.lib.format.write_array_header_1_0(self._file, header)
 
     def append(self, array: Array) -> None:
+        """Append rows of the array's row shape, converted to its dtype."""
         assert array.shape[1:] == self._row_shape, f"rows of shape {array.shape[1:]}"
         array.astype(self._dtype, copy=False).tofile(self._file)
         self.rows += len(array)

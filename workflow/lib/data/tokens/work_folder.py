@@ -51,10 +51,12 @@ class Listing:
         self._truncated.close()
 
     def drop(self, line: Line, *, file: str) -> None:
+        """List and count a dropped row."""
         self.dropped_by_reason[reason_kind(line["reason"])] += 1
         self._rejects.write(checked_line({"file": file, **line}))
 
     def cut(self, line: Line, *, file: str) -> None:
+        """List a row that was cut or divided."""
         self._truncated.write(checked_line({"file": file, **line}))
 
 

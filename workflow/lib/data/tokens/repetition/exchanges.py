@@ -68,6 +68,7 @@ class Pieces:
 
 
 def pieces_of(tokenizer: PreTrainedTokenizerBase) -> Pieces:
+    """Return the part of a word that each token id stands for."""
     added = tokenizer.added_tokens_decoder
     special = {number for number, token in added.items() if token.special}
     # Some decoders drop a space at the beginning of a text.
@@ -155,6 +156,7 @@ class Exchanges:
 
     @property
     def questions(self) -> Hashes:
+        """Hashes of contexts bound to their answers, (contexts,)."""
         return mixed(self.contexts ^ self.names[self.context_owners])
 
 
