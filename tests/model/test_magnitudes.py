@@ -10,7 +10,7 @@ from torch import nn
 from workflow.lib.model.experts.fused_experts import Gate
 from workflow.lib.model.fusion.fuse_layers import _as_fused_norm, as_gated_norm, feed_forward_form
 from workflow.lib.model.tried_classes.magnitudes import magnitudes
-from workflow.lib.model.tried_classes.recurrence_functions import _ours_of
+from workflow.lib.model.tried_classes.recurrence_functions import _replacement_of
 from workflow.lib.model.tried_classes.rotary_functions import rotary_form
 
 LIMITS = (0.02, 1.5, 10.0, 5000.0)
@@ -111,8 +111,8 @@ def test_clamped_gate_of_experts_stays_the_familys(limit):
 def test_clamped_functions_stay_the_familys():
     assert rotary_form(turned) is not None
     assert rotary_form(turned_and_clamped) is None
-    assert _ours_of(short_convolution) is not None
-    assert _ours_of(clamped_convolution) is None
+    assert _replacement_of(short_convolution) is not None
+    assert _replacement_of(clamped_convolution) is None
 
 
 def test_values_are_tried_around_every_number_of_module_config_and_code():

@@ -18,8 +18,8 @@ from tests.support.other_decoders import config_of
 from tests.support.plans import make_plan
 from workflow.lib.checkpoints.decoder_layers import decoder_layers
 from workflow.lib.model.prepared_decoder import OneByOne
-from workflow.lib.model.tried_classes.called_functions import call_ours_
-from workflow.lib.model.tried_classes.recurrence_functions import recur_by_ours_
+from workflow.lib.model.tried_classes.called_functions import replace_called_functions_
+from workflow.lib.model.tried_classes.recurrence_functions import replace_recurrences_
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
 
 OURS = "_KeepingInputs"  # the node of our operations
@@ -64,7 +64,7 @@ def nodes_behind(output):
 @pytest.mark.parametrize("family", CALLED)
 def test_layers_call_ours_and_compute_the_same(family):
     ours, stock = (frozen(recurrent_layer(family)) for _ in "os")
-    assert recur_by_ours_(ours)
+    assert replace_recurrences_(ours)
     x = torch.randn(2, 150, 48, requires_grad=True)
     found, expected = ours(x), stock(x)
     assert nodes_behind(found)[OURS] == CALLED[family]
@@ -88,19 +88,19 @@ def test_layers_of_the_model_that_is_trained_call_ours(family, tmp_path):
     assert fused["recurrences"] == len(divided) > 0
     kinds = [kind for kind in type(divided[0]).__mro__ if "forward" in vars(kind)]
     called = globals_of(vars(kinds[1])["forward"])  # that of the mixture with OneByOne is the first
-    assert called["causal_conv1d_fn"].__module__ == recur_by_ours_.__module__
+    assert called["causal_conv1d_fn"].__module__ == replace_recurrences_.__module__
 
 
 def test_convolution_that_is_trained_is_the_familys():
     layer = recurrent_layer("lfm2")
-    assert recur_by_ours_(layer)
+    assert replace_recurrences_(layer)
     x = torch.randn(2, 9, 48, requires_grad=True)
     assert OURS not in nodes_behind(layer(x))
 
 
 def test_call_that_begins_with_a_state_is_the_familys():
     ours, stock = (recurrent_layer("qwen3_5_text") for _ in "os")
-    recur_by_ours_(ours)
+    replace_recurrences_(ours)
     called, family = (
         globals_of(type(each).forward)["torch_chunk_gated_delta_rule"] for each in (ours, stock)
     )
@@ -120,9 +120,9 @@ def test_no_package_computes_a_whole_layer_without_its_adapters(family):
     installed."""
     layer = recurrent_layer(family)
     name = "mamba2_split_conv1d_scan_combined"
-    recur_by_ours_(layer)
+    replace_recurrences_(layer)
     ours = globals_of(type(layer).forward)[name]
-    assert ours.__module__ == recur_by_ours_.__module__
+    assert ours.__module__ == replace_recurrences_.__module__
     assert ours(*[torch.ones(1)] * 6, 4, outproj_weight=torch.ones(1)) is None
 
 
@@ -145,7 +145,7 @@ class CallsAnother(nn.Module):
 
 def test_function_that_computes_something_else_is_left_alone():
     module = CallsAnother()
-    assert not recur_by_ours_(module)
+    assert not replace_recurrences_(module)
     assert type(module) is CallsAnother
 
 
@@ -174,7 +174,7 @@ def tripled_of(function):
 
 def test_decorators_of_a_forward_still_run_around_ours():
     module = Decorated()
-    assert call_ours_(module, tripled_of)
+    assert replace_called_functions_(module, tripled_of)
     assert module(torch.ones(1)) == 3
     assert module.noted
     assert Decorated()(torch.ones(1)) == 2

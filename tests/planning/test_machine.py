@@ -17,5 +17,5 @@ from workflow.lib.system.errors import UserError
 def test_settings_that_do_not_suit_where_jobs_run_are_refused(settings, here, said):
     hardware = HardwareConfig.model_validate(settings)
     with pytest.raises(UserError, match=said):
-        check_place("demo", hardware, here=here, elsewhere=not here)
-    check_place("demo", hardware, here=False, elsewhere=False)  # within a job of a cluster
+        check_place("demo", hardware, in_job=here, elsewhere=not here)
+    check_place("demo", hardware, in_job=False, elsewhere=False)  # within a job of a cluster

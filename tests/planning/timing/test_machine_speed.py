@@ -12,7 +12,7 @@ from workflow.lib.system.gpu_models import BY_NAME
 
 def test_unknown_gpu_is_only_ranked_and_is_named():
     speed = speed_of(machine(gpu_names=("NVIDIA Future 9000",)))
-    assert not speed.known
+    assert not speed.measured
     assert "no speed is recorded for NVIDIA Future 9000 (`python -m workflow" in speed.basis
 
 
@@ -59,16 +59,16 @@ def test_cpu_with_products_of_bfloat16_is_predicted_faster_in_it_and_says_so():
 
 def test_cpu_without_products_of_bfloat16_promises_nothing_for_it():
     wide, narrow = (speed_of(cpu_machine(bfloat16=False), compute_bytes=size) for size in (4, 2))
-    assert wide.known
+    assert wide.measured
     assert "bfloat16" not in wide.basis
-    assert not narrow.known
+    assert not narrow.measured
     assert narrow.basis.startswith("unknown: this CPU has no matmuls of bfloat16")
 
 
 def test_gpu_that_only_a_probe_knows_is_predicted_and_the_probe_is_named():
     found = probe("new", PROBED_H200, 0.5)
     speed = speed_of(machine(gpu_names=("new",), probes={"new": found}))
-    assert speed.known
+    assert speed.measured
     assert "from a probe of new of 2026-11-27 (driver 1, torch 2.11.0)" in speed.basis
 
 

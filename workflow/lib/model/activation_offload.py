@@ -77,7 +77,7 @@ class ActivationOffload:
         self._stream = self._gpu.Stream(device) if device.type in GPUS else None
         self._free: dict[int, list[torch.Tensor]] = {}
         self._saved: list[_Saved] = []
-        self._known: dict[tuple[Any, ...], _Saved] = {}
+        self._by_view: dict[tuple[Any, ...], _Saved] = {}
         self._leaving: deque[_Saved] = deque()
         self._next = -1  # the next index to fetch
         self._present = 0  # bytes on the device that backward has not used yet
@@ -102,7 +102,7 @@ class ActivationOffload:
         with saved_tensors_hooks(self.pack, self.unpack):
             yield
         # Its keys hold addresses of storages, which later tensors may reuse.
-        self._known.clear()
+        self._by_view.clear()
         # Tensors that have not left yet are still on the device, so they count as fetched.
         self._next = len(self._saved) - 1
         self._present = sum(saved.num_bytes for saved in self._leaving)
@@ -111,7 +111,7 @@ class ActivationOffload:
         """Take back the buffers of the pass before; new copies follow on the same stream."""
         for saved in self._saved:
             self._free.setdefault(saved.num_bytes, []).append(saved.host)
-        self._saved, self._known = [], {}
+        self._saved, self._by_view = [], {}
         self._leaving.clear()
 
     def pack(self, tensor: torch.Tensor) -> Packed:
@@ -125,9 +125,9 @@ class ActivationOffload:
         # Tensors of the same bytes in another shape or dtype have the same key. The version tells
         # them from bytes written there later.
         key = (tensor.untyped_storage()._cdata, offset, num_bytes, tensor._version)
-        saved = self._known.get(key)
+        saved = self._by_view.get(key)
         if saved is None:
-            saved = self._known[key] = self._send(tensor)
+            saved = self._by_view[key] = self._send(tensor)
         saved.uses += 1
         self._make_room()
         return View(saved, tensor.dtype, tensor.shape, tensor.stride())
@@ -154,7 +154,9 @@ class ActivationOffload:
             oldest.check()
             oldest.values = None
             # Another tensor may get its address.
-            self._known = {key: saved for key, saved in self._known.items() if saved is not oldest}
+            self._by_view = {
+                key: saved for key, saved in self._by_view.items() if saved is not oldest
+            }
 
     def unpack(self, packed: Packed) -> torch.Tensor:
         """Return the tensor, for one of its uses."""

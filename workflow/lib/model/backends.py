@@ -36,36 +36,36 @@ def resolve_training_attention(
     if name not in (VARLEN, FLEX):
         stock = resolve_attention(name, device, needs, compute_dtype=compute_dtype)
         return AttentionChoice(stock, BY_SETTING)
-    check = _varlen_lack if name == VARLEN else partial(_lack, FLEX)
-    lack = check(device, compute_dtype, needs)
-    if lack is not None:
-        raise setting_error("model.attention", name, lack, "Set it to auto")
+    check = _varlen_obstacle if name == VARLEN else partial(_obstacle, FLEX)
+    obstacle = check(device, compute_dtype, needs)
+    if obstacle is not None:
+        raise setting_error("model.attention", name, obstacle, "Set it to auto")
     return AttentionChoice(name, BY_SETTING)
 
 
-def _varlen_lack(
+def _varlen_obstacle(
     device: torch.device, compute_dtype: torch.dtype, needs: AttentionNeeds
 ) -> str | None:
-    lack = _lack(VARLEN, device, compute_dtype, needs)
-    if lack is None and not _wide_heads(device, compute_dtype, needs):
+    obstacle = _obstacle(VARLEN, device, compute_dtype, needs)
+    if obstacle is None and not _wide_heads(device, compute_dtype, needs):
         return f"its kernels for heads {needs.head_dim} wide cannot be built here (see the log)"
-    return lack
+    return obstacle
 
 
-def _lack(
+def _obstacle(
     name: str, device: torch.device, compute_dtype: torch.dtype, needs: AttentionNeeds
 ) -> str | None:
     """Return why an implementation cannot run on this device with the installed packages."""
-    lack = attention_obstacle(
+    obstacle = attention_obstacle(
         name,
         needs,
         cuda=device.type == "cuda",
         bfloat16=has_bfloat16(device),
         compute_dtype=str(compute_dtype).removeprefix("torch."),
     )
-    if lack is None and name in FLASH_AVAILABLE and not FLASH_AVAILABLE[name]():
+    if obstacle is None and name in FLASH_AVAILABLE and not FLASH_AVAILABLE[name]():
         return "its package is not installed"
-    return lack
+    return obstacle
 
 
 def _wide_heads(device: torch.device, compute_dtype: torch.dtype, needs: AttentionNeeds) -> bool:
@@ -122,9 +122,9 @@ def resolve_attention(
     """Return the attention of `model.attention` for a stock model; raises `UserError`."""
     if name in ("auto", VARLEN, FLEX):
         return _automatic(device, compute_dtype, needs, training=False).name
-    lack = _lack(name, device, compute_dtype, needs)
-    if lack is not None:
-        raise setting_error("model.attention", name, lack, "Set it to auto or eager")
+    obstacle = _obstacle(name, device, compute_dtype, needs)
+    if obstacle is not None:
+        raise setting_error("model.attention", name, obstacle, "Set it to auto or eager")
     return name
 
 
@@ -140,5 +140,5 @@ def _automatic(
         compute_dtype=str(compute_dtype).removeprefix("torch."),
         flash_package=cuda and FLASH_AVAILABLE[FLASH](),
         training=training,
-        varlen_runs=not training or _varlen_lack(device, compute_dtype, needs) is None,
+        varlen_runs=not training or _varlen_obstacle(device, compute_dtype, needs) is None,
     )

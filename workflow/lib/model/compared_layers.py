@@ -52,16 +52,16 @@ class ComparedLayers:
         """Note the first tokens of the pass within the block: each layer's input and output, in
         host memory, and their experts."""
 
-        def before(_: int, given: torch.Tensor) -> torch.Tensor:
-            self._inputs.append(given[:, :num_tokens].cpu())
-            return given
+        def before(_: int, states: torch.Tensor) -> torch.Tensor:
+            self._inputs.append(states[:, :num_tokens].cpu())
+            return states
 
         def after(_: int, made: torch.Tensor) -> None:
             self._outputs.append(made[:, :num_tokens].cpu())
 
-        def note(path: str, given: Arguments) -> Arguments:
-            self._routes[path] = given
-            return given
+        def note(path: str, arguments: Arguments) -> Arguments:
+            self._routes[path] = arguments
+            return arguments
 
         with _before_experts(self._model, note), self._around_layers(before, after):
             yield
@@ -70,14 +70,17 @@ class ComparedLayers:
     def compared(self, tokens: slice) -> Iterator[None]:
         """Compare the pass within, of `tokens` of the noted ones; it gets the noted inputs."""
 
-        def before(number: int, given: torch.Tensor) -> torch.Tensor:
-            return self._inputs[number][:, tokens].to(given.device)
+        def before(number: int, states: torch.Tensor) -> torch.Tensor:
+            return self._inputs[number][:, tokens].to(states.device)
 
         def after(number: int, made: torch.Tensor) -> None:
-            theirs, given = made.cpu().double(), self._inputs[number][:, tokens].double()
-            difference = self._outputs[number][:, tokens].double() - theirs
+            family_output, layer_input = (
+                made.cpu().double(),
+                self._inputs[number][:, tokens].double(),
+            )
+            difference = self._outputs[number][:, tokens].double() - family_output
             self._sums[number] += torch.stack(
-                [x.square().sum() for x in (difference, theirs - given)]
+                [x.square().sum() for x in (difference, family_output - layer_input)]
             )
 
         with self.routed(tokens), self._around_layers(before, after):
@@ -86,9 +89,9 @@ class ComparedLayers:
     def routed(self, tokens: slice) -> AbstractContextManager[None]:
         """Within the block send a pass of `tokens` of the noted ones to the noted experts."""
 
-        def choose(path: str, given: Arguments) -> Arguments:
+        def choose(path: str, arguments: Arguments) -> Arguments:
             _, index, weights = self._routes[path]
-            return Arguments(given.hidden_states, index[tokens], weights[tokens])
+            return Arguments(arguments.hidden_states, index[tokens], weights[tokens])
 
         return _before_experts(self._model, choose)
 
@@ -119,7 +122,7 @@ class ComparedLayers:
 
         with ExitStack() as stack:
             for number, layer in enumerate(self._layers):
-                given = layer.register_forward_pre_hook(replaced(number), with_kwargs=True)
-                stack.callback(given.remove)
+                input_hook = layer.register_forward_pre_hook(replaced(number), with_kwargs=True)
+                stack.callback(input_hook.remove)
                 stack.callback(layer.register_forward_hook(handed(number)).remove)
             yield

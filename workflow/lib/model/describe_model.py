@@ -203,8 +203,8 @@ def _check_class(config: dict[str, Any], origin: Path) -> None:
             f"{origin}: model_type = {name!r} is an encoder-decoder, and this workflow trains "
             "decoders. Choose a causal language model as model.source."
         )
-    said = config.get("architectures")
-    classes = [str(one) for one in said] if isinstance(said, list) else []
+    architectures = config.get("architectures")
+    classes = [str(one) for one in architectures] if isinstance(architectures, list) else []
     if classes and not any(one.endswith(CAUSAL) for one in classes):
         raise UserError(
             f"{origin}: architectures = {classes}: this is no causal language model by the name of "
@@ -343,12 +343,12 @@ def _others(model: PreTrainedModel, paths: dict[str, str]) -> dict[str, Any]:
         and not path.startswith(f"{paths['layers']}.")
     ]
     beside = [id(table.weight) for table in other_tables(model)]
-    known = {f"{paths['embedding']}.weight", f"{paths['head']}.weight"}
-    known |= {f"{linear.path}.weight" for linear in linears}
+    described = {f"{paths['embedding']}.weight", f"{paths['head']}.weight"}
+    described |= {f"{linear.path}.weight" for linear in linears}
     others = {
         name: param
         for name, param in model.named_parameters(remove_duplicate=False)
-        if name not in known and not name.startswith(f"{paths['layers']}.")
+        if name not in described and not name.startswith(f"{paths['layers']}.")
     }
     tables = {name: tuple(param.shape) for name, param in others.items() if id(param) in beside}
     vectors = {name: param for name, param in others.items() if name not in tables}

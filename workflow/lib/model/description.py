@@ -68,16 +68,16 @@ def recorded_layers(model: PreTrainedModel) -> list[LayerCalls]:
         LayerCalls(layer, chunked=kinds[number : number + 1] == ["chunked_attention"])
         for number, layer in enumerate(decoder_layers(model))
     ]
-    places = {}
+    calls_by_module = {}
     ids = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
     # A 4-D mask is used as it is; for any other Transformers reads values.
     mask = torch.zeros(1, 1, TOKENS, TOKENS, dtype=model.dtype, device="meta")
     with ExitStack() as stack:
         for calls in layers:
             for path, module in calls.layer.named_modules():
-                places[module] = calls, path
+                calls_by_module[module] = calls, path
                 _watch(calls, path, module, stack)
-        _prepare(model, _Recorder(places))
+        _prepare(model, _Recorder(calls_by_module))
         stack.enter_context(torch.no_grad())
         decoder: Any = model.get_decoder()
         made = decoder(input_ids=ids, attention_mask=mask, use_cache=False, **{RECORDER: True})
@@ -123,12 +123,12 @@ def _prepare(model: PreTrainedModel, recorder: "_Recorder") -> None:
 class _Recorder:
     """Records the calls of attention and experts."""
 
-    places: dict[nn.Module, tuple[LayerCalls, str]]
+    calls_by_module: dict[nn.Module, tuple[LayerCalls, str]]
 
     def attended(
         self, module: nn.Module, heads: Sequence[torch.Tensor], arguments: dict[str, Any]
     ) -> None:
-        calls, path = self.places[module]
+        calls, path = self.calls_by_module[module]
         if getattr(module, "is_causal", True) is False:
             raise UserError(
                 "its attention sees the tokens that follow (is_causal = False), so there is no "
@@ -138,7 +138,7 @@ class _Recorder:
         calls.attended.append(Attended(path, query, key, value, arguments))
 
     def routed(self, module: nn.Module, top_k: int) -> None:
-        calls, path = self.places[module]
+        calls, path = self.calls_by_module[module]
         calls.called.append(path)
         calls.top_k[path] = top_k
 
@@ -173,7 +173,7 @@ Tensors = tuple[tuple[str, tuple[int, ...]], ...]
 def linears_of(model: PreTrainedModel, calls: LayerCalls) -> list[Linear]:
     """Return a layer's linears and stacks in order of calls; those without a call come last."""
     choosing = routers(calls.layer)
-    found = {
+    linears = {
         path: Linear(path, module.out_features, module.in_features)
         for path, module in calls.layer.named_modules()
         if isinstance(module, nn.Linear) and takes_adapter(model, path) and path not in choosing
@@ -181,14 +181,14 @@ def linears_of(model: PreTrainedModel, calls: LayerCalls) -> list[Linear]:
     stacks = sorted(expert_stacks(calls.layer).items(), reverse=True)  # gate and up before down
     for path, stack in stacks:
         experts, out_features, in_features = stack.shape
-        found[path] = Linear(path, experts * out_features, in_features, experts)
-    places = {path: place for place, path in enumerate(calls.called)}
+        linears[path] = Linear(path, experts * out_features, in_features, experts)
+    call_order = {path: index for index, path in enumerate(calls.called)}
 
-    def place(linear: Linear) -> int:
+    def number(linear: Linear) -> int:
         module = linear.path.rpartition(".")[0] if linear.experts > 1 else linear.path
-        return places.get(module, len(places))
+        return call_order.get(module, len(call_order))
 
-    return sorted(found.values(), key=place)
+    return sorted(linears.values(), key=number)
 
 
 def others_of(calls: LayerCalls, linears: Sequence[Linear]) -> tuple[Vectors, Tensors]:

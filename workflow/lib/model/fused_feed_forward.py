@@ -171,18 +171,20 @@ class _FeedForwardGradient(torch.autograd.Function):
         kept = _Kept(saved[:count], saved[count], saved[count + 1 :])
         into, down = _adapted(ctx)
         grad = [grads[0].reshape(-1, grads[0].shape[-1])]
-        of_low = low_gradient(down, grad)
-        of_made, product, of_factors = _through_product(
-            [*into, *down], grad[0], of_low, kept, ctx.form
+        grad_low = low_gradient(down, grad)
+        grad_made, product, grad_factors = _through_product(
+            [*into, *down], grad[0], grad_low, kept, ctx.form
         )
-        of_down = _product_gradients(down[0], grad, product, of_low)
+        down_gradients = _product_gradients(down[0], grad, product, grad_low)
         del product  # (T, f), before the weights of gate and up are decoded
-        of_low = low_gradient(into, of_made)
-        of_into = adapter_gradients(into, of_made, restored(ctx.norm, source), kept.low, of_low)
+        grad_low = low_gradient(into, grad_made)
+        into_gradients = adapter_gradients(
+            into, grad_made, restored(ctx.norm, source), kept.low, grad_low
+        )
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = input_gradient(into, of_made, of_low).view(*grads[0].shape[:-1], -1)
-        return grad_x, None, None, None, *of_factors, *of_into, *of_down
+            grad_x = input_gradient(into, grad_made, grad_low).view(*grads[0].shape[:-1], -1)
+        return grad_x, None, None, None, *grad_factors, *into_gradients, *down_gradients
 
 
 def _adapted(ctx: Any) -> tuple[list[Adapted], list[Adapted]]:
@@ -192,38 +194,40 @@ def _adapted(ctx: Any) -> tuple[list[Adapted], list[Adapted]]:
 
 
 def _through_product(
-    linears: Sequence[Adapted], grad: torch.Tensor, of_low: torch.Tensor, kept: _Kept, form: Form
+    linears: Sequence[Adapted], grad: torch.Tensor, grad_low: torch.Tensor, kept: _Kept, form: Form
 ) -> tuple[Sequence[torch.Tensor], torch.Tensor, Factors]:
     """Return the gradients of gate and up, the product, and the gradients of DoRA's factors. grad:
-    gradient of `down`; of_low: of its adapter's A d(x). The product's gradient comes first, so that
-    one kernel computes all; they overwrite gate and up."""
+    gradient of `down`; grad_low: of its adapter's A d(x). The product's gradient comes first, so
+    that one kernel computes all; they overwrite gate and up."""
     *into, down = linears
     gates = _halves(kept.made)
     if kept.factors:
-        of_product = input_gradient([down], [grad], of_low)
+        grad_product = input_gradient([down], [grad], grad_low)
         factors = _halves(kept.factors)
-        product, *made = lengthened_act_and_mul_backward_(of_product, *gates, factors, form.gating)
+        product, *made = lengthened_act_and_mul_backward_(
+            grad_product, *gates, factors, form.gating
+        )
         totals = zip(_joined(made[2:], kept.made), kept.factors, strict=True)
-        of_factors: Factors = [total / factor for total, factor in totals]
-        return kept.made, product, of_factors
+        grad_factors: Factors = [total / factor for total, factor in totals]
+        return kept.made, product, grad_factors
     if _kernels_add(grad, kept.factors, form):
-        of_product, of_adapter = split_input_gradient(down, grad, of_low)
-        parts = (*_part_halves(updates(into, kept.low)), of_adapter)
+        grad_product, adapter_part = split_input_gradient(down, grad, grad_low)
+        parts = (*_part_halves(updates(into, kept.low)), adapter_part)
     else:
-        of_product = input_gradient([down], [grad], of_low)
-        parts = (no_part(gates[0]), no_part(gates[1]), no_part(of_product))
-    product, *_ = act_and_mul_backward_(of_product, *gates, parts, form.gating)
+        grad_product = input_gradient([down], [grad], grad_low)
+        parts = (no_part(gates[0]), no_part(gates[1]), no_part(grad_product))
+    product, *_ = act_and_mul_backward_(grad_product, *gates, parts, form.gating)
     return kept.made, product, [None] * len(kept.made)
 
 
 def _product_gradients(
-    down: Adapted, grad: Sequence[torch.Tensor], product: torch.Tensor, of_low: torch.Tensor
+    down: Adapted, grad: Sequence[torch.Tensor], product: torch.Tensor, grad_low: torch.Tensor
 ) -> list[torch.Tensor]:
     """Return the gradients of A and B of `down`. The product (T, f) may be overwritten."""
     if down.draw is not None:
         drop_(product, down.draw)
     plain = [down._replace(draw=None)]
-    return adapter_gradients(plain, grad, product, low_rank(plain, product), of_low)
+    return adapter_gradients(plain, grad, product, low_rank(plain, product), grad_low)
 
 
 def _kernels_add(x: torch.Tensor, factors: Factors, form: Form) -> bool:

@@ -119,13 +119,13 @@ def adapted(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
     """Wrap a meta NF4 model with the adapter of `config`, on `FusedLoraLinear` layers."""
     # the first match is taken, and a stack is a linear
     config._register_custom_module({NF4Stack: FusedLoraStack, NF4Linear: FusedLoraLinear})
-    with torch.device("meta"), _of_no_family(model):
+    with torch.device("meta"), _without_family(model):
         peft_model: PeftModel = get_peft_model(model, config, adapter_name=ADAPTER)
     return peft_model
 
 
 @contextmanager
-def _of_no_family(model: PreTrainedModel) -> Iterator[None]:
+def _without_family(model: PreTrainedModel) -> Iterator[None]:
     """Within the block a model has no `model_type`. For a mixture of experts PEFT (0.21) reads
     target names as those of Transformers 4: `down_proj` would mean the experts' parameter and no
     linear, `all-linear` the router too, and the rank of `gate_up_proj` would be doubled."""
@@ -142,10 +142,10 @@ def _check_ranks(model: PreTrainedModel, expected: Mapping[str, int]) -> None:
     layers: dict[str, Any] = {
         path: x for path, x in model.named_modules() if isinstance(x, BaseTunerLayer)
     }
-    found = {path: layer.r[ADAPTER] for path, layer in layers.items()}
-    wrong = [path for path in {**expected, **found} if found.get(path) != expected.get(path)]
+    ranks = {path: layer.r[ADAPTER] for path, layer in layers.items()}
+    wrong = [path for path in {**expected, **ranks} if ranks.get(path) != expected.get(path)]
     assert not wrong, (
-        f"PEFT gives {wrong[0]} the rank {found.get(wrong[0])}, the settings "
+        f"PEFT gives {wrong[0]} the rank {ranks.get(wrong[0])}, the settings "
         f"{expected.get(wrong[0])}"
     )
 

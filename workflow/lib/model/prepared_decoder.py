@@ -54,10 +54,10 @@ class OneByOne:
         inputs, starts = documents.apart(hidden_states), documents.starts(hidden_states.device)
         outputs = []
         for n, x in enumerate(inputs):
-            given = [divide(y, n) for y in args]
-            told = {name: divide(y, n) for name, y in named.items()}
+            document_args = [divide(y, n) for y in args]
+            document_kwargs = {name: divide(y, n) for name, y in named.items()}
             with self.adapters.rows_as(starts[n], tokens=documents.tokens):
-                outputs.append(family(x, *given, **told))
+                outputs.append(family(x, *document_args, **document_kwargs))
         return _joined(documents, outputs, inputs, rows)
 
 

@@ -109,11 +109,11 @@ class TrainedRows(nn.Module, BaseTunerLayer):
     def over(self, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Return embedding rows (n, hidden) of ids (n,), with masters for trained ids."""
         masters = self.values()
-        places = ids - self._rows.start
-        inside = (places >= 0) & (places < len(masters))
+        indices = ids - self._rows.start
+        inside = (indices >= 0) & (indices < len(masters))
         padded = torch.cat([masters, masters.new_zeros(1, masters.shape[1])])
-        places = places.where(inside, len(masters))  # which gets no gradient
-        looked_up = nn.functional.embedding(places, padded, padding_idx=len(masters))
+        indices = indices.where(inside, len(masters))  # which gets no gradient
+        looked_up = nn.functional.embedding(indices, padded, padding_idx=len(masters))
         return torch.where(inside[:, None], looked_up.to(rows.dtype), rows)
 
 

@@ -154,14 +154,14 @@ class CausalLMForTraining(nn.Module):
             check_shape(path, linear.spec.shape, block_size=linear.spec.block_size)
             linear.matmul_precision = self.matmul_precision
 
-    def balance_routers_(self, asked: float | None) -> None:
+    def balance_routers_(self, coefficient_setting: float | None) -> None:
         """Add the load-balancing loss of `train.router_aux_loss_coef`. Raises `UserError` if the
         family has no such loss, or an unknown one."""
         model = self.peft_model.get_base_model()  # type: ignore[operator]
         routers = routers_of(model)
         masters = [p for path in routers.values() for p in model.get_submodule(path).parameters()]
         coefficient = balance_coefficient(
-            asked,
+            coefficient_setting,
             family_coefficient(model),
             routers_trained=any(p.requires_grad for p in masters),
             name=model.config.model_type,

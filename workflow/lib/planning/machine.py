@@ -72,9 +72,9 @@ def requested_processes(hardware: HardwareConfig) -> tuple[str, int]:
     return ("cuda", count) if count else ("cpu", hardware.cpu_processes)
 
 
-def check_place(name: str, hardware: HardwareConfig, *, here: bool, elsewhere: bool) -> None:
+def check_place(name: str, hardware: HardwareConfig, *, in_job: bool, elsewhere: bool) -> None:
     """Raise `UserError` for settings that do not suit this machine, or the jobs' cluster."""
-    if here and hardware.nodes > 1:
+    if in_job and hardware.nodes > 1:
         raise UserError(
             f"hardware.nodes = {hardware.nodes} (run {name}): this machine is one node. "
             f"Run with --profile {shipped_path('workflow/profiles/slurm')}, or set it to 1."

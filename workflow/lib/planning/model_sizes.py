@@ -68,10 +68,10 @@ def norms(layer: DecoderLayer) -> int:
 def offload_window(shape: ModelShape, plan: StepPlan) -> int | None:
     """Bytes of offloaded activations on the device at a time, or None: two inputs of layers if all
     layers are recomputed, else roughly a layer's activations."""
-    away = plan.layers(shape.num_layers).activations_on_host
-    if not away:
+    offloaded = plan.layers(shape.num_layers).activations_on_host
+    if not offloaded:
         return None
-    if all(map(plan.recomputes, away)):
+    if all(map(plan.recomputes, offloaded)):
         elements = 2 * shape.hidden_size
     else:
         elements = shape.largest(lambda layer: kept_elements(layer, plan))

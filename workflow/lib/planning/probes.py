@@ -52,7 +52,7 @@ class Probe(Record, extra="forbid"):
     def rates(self) -> dict[str, float]:
         """The repeatable rates."""
         every = self.measured.items()
-        return {name: found.value for name, found in every if found.spread <= REPEATABLE}
+        return {name: rate.value for name, rate in every if rate.spread <= REPEATABLE}
 
     def ratios(self, reference: Mapping[str, float]) -> dict[str, float]:
         """Return each repeatable rate as a multiple of the reference's."""
@@ -70,8 +70,8 @@ class Probe(Record, extra="forbid"):
 
 def read_probes(folder: Path = FOLDER) -> dict[str, Probe]:
     """Return the last probe of each device. Raises `UserError` for another file."""
-    found = (read_record(file, Probe) for file in folder.glob("*.json"))
-    return {x.device: x for x in sorted(found, key=lambda probe: probe.provenance.created_utc)}
+    probes = (read_record(file, Probe) for file in folder.glob("*.json"))
+    return {x.device: x for x in sorted(probes, key=lambda probe: probe.provenance.created_utc)}
 
 
 def driver_version() -> str:

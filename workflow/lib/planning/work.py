@@ -69,7 +69,7 @@ def summed(parts: Iterable[tuple[Work, float]]) -> Work:
     sums: dict[str, dict[str, Amount]] = {}
     for work, factor in parts:
         for phase, amounts in work.phases.items():
-            of_phase = sums.setdefault(phase, {})
+            phase_sums = sums.setdefault(phase, {})
             for kind, amount in amounts.items():
-                of_phase[kind] = of_phase.get(kind, NOTHING).plus(amount, factor)
+                phase_sums[kind] = phase_sums.get(kind, NOTHING).plus(amount, factor)
     return Work(sums)

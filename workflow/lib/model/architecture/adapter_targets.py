@@ -210,8 +210,8 @@ def _check_expression(
     if not isinstance(targets, str) or not stacks or {*stacks} & {*chosen}:
         return
     matched = {name for path in chosen for name in path.split(".")}
-    of_experts = OF_AN_EXPERT.union(*(path.split(".") for path in stacks))
-    missed = sorted(_words(targets) & of_experts - matched)
+    expert_words = OF_AN_EXPERT.union(*(path.split(".") for path in stacks))
+    missed = sorted(_words(targets) & expert_words - matched)
     if missed:
         raise setting_error(
             "lora.target_modules",

@@ -20,9 +20,9 @@ class LayerChoice:
 
     def among(self, numbers: Sequence[int]) -> "LayerChoice":
         """Return the choice for a model of these layers alone, renumbered."""
-        places = {number: place for place, number in enumerate(numbers)}
+        indices = {number: index for index, number in enumerate(numbers)}
         taken = (self.recomputed, self.activations_on_host, self.weights_on_host)
-        return LayerChoice(*([places[x] for x in layers if x in places] for layers in taken))
+        return LayerChoice(*([indices[x] for x in layers if x in indices] for layers in taken))
 
 
 def recomputed_share(recomputation: Recomputation) -> Fraction:

@@ -161,12 +161,12 @@ class ModelShape:
 
     def linear_paths(self) -> list[str]:
         """Return the paths of all decoder linears in the model."""
-        of_layers = [
+        layer_paths = [
             f"{self.layers}.{number}.{linear.path}"
             for number in range(self.num_layers)
             for linear in self.layer(number).linears
         ]
-        return of_layers + [linear.path for linear in self.other_linears]
+        return layer_paths + [linear.path for linear in self.other_linears]
 
     def router_paths(self) -> list[str]:
         """Return the paths of the routers of all layers in the model."""

@@ -16,12 +16,12 @@ def router_paths(
 ) -> dict[str, str]:
     """Return the path of each router by the path of its experts. experts: their number, by path;
     shapes: of all unpacked parameters."""
-    found = {}
+    rows_by_path = {}
     for path, count in experts.items():
         for beside, rows in _rows_of_matrices(path, shapes):
             if rows == [count]:
-                found[path] = beside
-    return found
+                rows_by_path[path] = beside
+    return rows_by_path
 
 
 def _rows_of_matrices(
@@ -41,18 +41,18 @@ def _rows_of_matrices(
 
 
 def balance_coefficient(
-    asked: float | None, family: float | None, *, routers_trained: bool, name: str
+    configured: float | None, family: float | None, *, routers_trained: bool, name: str
 ) -> float:
-    """Return the coefficient of the load-balancing loss; 0: it is not computed. asked:
+    """Return the coefficient of the load-balancing loss; 0: it is not computed. configured:
     `train.router_aux_loss_coef`; family: config.json's value, None for a family without such a
     loss; name: of the family, for messages. Raises `UserError` if such a family is asked for it."""
-    if asked and family is None:
+    if configured and family is None:
         raise setting_error(
             "train.router_aux_loss_coef",
-            asked,
+            configured,
             f"models of the type {name} have no load-balancing loss of the router in Transformers",
             "Set it to null or 0, or choose another model.source",
         )
-    if asked is not None:
-        return asked
+    if configured is not None:
+        return configured
     return family or 0.0 if routers_trained else 0.0

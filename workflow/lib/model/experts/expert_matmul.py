@@ -152,7 +152,7 @@ def value(stack: Stack, rows: Rows, low: torch.Tensor | None, routing: Routing) 
     """Return y (R, out) of rows (R, in), for low = A x."""
     base, dtype = stack.base, rows.values.dtype
     float8 = base.matmul_precision.forward
-    given = operand(rows, float8=float8)
+    operand_rows = operand(rows, float8=float8)
     y = rows.values.new_empty(len(routing.order), stack.base.expert_rows)
     for start, stop in base.row_slices(FLOAT8 if float8 else dtype):
         update = None
@@ -160,7 +160,7 @@ def value(stack: Stack, rows: Rows, low: torch.Tensor | None, routing: Routing) 
             assert low is not None
             update = Update(low, stack.adapter.b[:, start:stop], stack.adapter.scale)
         rows_matmul(
-            given,
+            operand_rows,
             row_weights(base, start, stop, float8=float8, dtype=dtype),
             routing,
             update=update,
@@ -174,27 +174,27 @@ def low_gradient(stack: Stack, grad: Rows, routing: Routing) -> torch.Tensor | N
     """Return the gradient of `low_rank` (R, r) for that of the value (R, out)."""
     if stack.adapter is None:
         return None
-    of_low = rows_matmul(grad, Weights(stack.adapter.b.transpose(1, 2)), routing)
-    return of_low.mul_(stack.adapter.scale)
+    grad_low = rows_matmul(grad, Weights(stack.adapter.b.transpose(1, 2)), routing)
+    return grad_low.mul_(stack.adapter.scale)
 
 
 def input_gradient(
-    stack: Stack, grad: Rows, of_low: torch.Tensor | None, routing: Routing
+    stack: Stack, grad: Rows, grad_low: torch.Tensor | None, routing: Routing
 ) -> torch.Tensor:
     """Return the gradient of the rows (R, in) for those of the value and of `low_rank`."""
     base, dtype = stack.base, grad.values.dtype
     float8 = base.matmul_precision.backward
-    given = operand(grad, float8=float8)
-    of_rows = grad.values.new_empty(len(routing.order), base.in_features)
+    operand_rows = operand(grad, float8=float8)
+    grad_rows = grad.values.new_empty(len(routing.order), base.in_features)
     for start, stop in base.column_slices(FLOAT8 if float8 else dtype):
         update = None
         if stack.adapter is not None:
-            assert of_low is not None
-            update = Update(of_low, stack.adapter.a[:, :, start:stop].transpose(1, 2), 1.0)
+            assert grad_low is not None
+            update = Update(grad_low, stack.adapter.a[:, :, start:stop].transpose(1, 2), 1.0)
         weights = column_weights(base, start, stop, float8=float8, dtype=dtype)
-        rows_matmul(given, weights, routing, update=update, out=of_rows[:, start:stop])
+        rows_matmul(operand_rows, weights, routing, update=update, out=grad_rows[:, start:stop])
         del weights  # before the next slice is decoded
-    return of_rows
+    return grad_rows
 
 
 def adapter_gradients(
@@ -205,13 +205,13 @@ def adapter_gradients(
     routing: Routing,
 ) -> list[torch.Tensor]:
     """Return the gradients of A and B, fp32, none without adapter; lows: A x, its gradient."""
-    low, of_low = lows
-    if stack.adapter is None or low is None or of_low is None:
+    low, grad_low = lows
+    if stack.adapter is None or low is None or grad_low is None:
         return []
     experts, rank = stack.base.num_experts, stack.adapter.rank
     sums = low.new_empty(0, dtype=torch.float32)
-    of_a = sums.new_empty(experts, rank, stack.base.in_features)
-    weights_matmul(of_low, rows, routing, scale=1.0, out=of_a)
-    of_b = sums.new_empty(stack.base.expert_rows, rank, experts)
-    weights_matmul(low, grad, routing, scale=stack.adapter.scale, out=of_b.permute(2, 1, 0))
-    return [of_a.flatten(0, 1), of_b.flatten(1)]
+    grad_a = sums.new_empty(experts, rank, stack.base.in_features)
+    weights_matmul(grad_low, rows, routing, scale=1.0, out=grad_a)
+    grad_b = sums.new_empty(stack.base.expert_rows, rank, experts)
+    weights_matmul(low, grad, routing, scale=stack.adapter.scale, out=grad_b.permute(2, 1, 0))
+    return [grad_a.flatten(0, 1), grad_b.flatten(1)]

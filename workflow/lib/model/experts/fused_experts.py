@@ -64,10 +64,10 @@ class Gate:
         """Return the function's value p (R, f), the gradient of up(x), and that of the router's
         weights (T, k) fp32. grad: the gradient of p before it is multiplied by a row's weight. `up`
         and `grad` may be overwritten."""
-        given = (grad, up, weights, routing.order)
-        if self.form is not None and gated_backward_.takes_kernel(*given, self.form):
-            return gated_backward_(*given, self.form)
-        return gradients_by_torch_(*given, self._function)
+        arguments = (grad, up, weights, routing.order)
+        if self.form is not None and gated_backward_.takes_kernel(*arguments, self.form):
+            return gated_backward_(*arguments, self.form)
+        return gradients_by_torch_(*arguments, self._function)
 
 
 def _form_of(function: Callable[[torch.Tensor], torch.Tensor]) -> GateForm | None:
@@ -165,22 +165,24 @@ class _ExpertsGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        source, top_k_weights, low, up, order, places, ends, tiles = ctx.saved_tensors
-        routing = Routing(order, places, ends, tiles, ctx.top_k)
-        of_up, of_weights, of_down = _down_gradients(
+        source, top_k_weights, low, up, order, positions, ends, tiles = ctx.saved_tensors
+        routing = Routing(order, positions, ends, tiles, ctx.top_k)
+        grad_up, grad_weights, down_gradients = _down_gradients(
             ctx.experts, Rows(grads[0], by_token=True), up, top_k_weights, routing
         )
-        into = ctx.experts.stack(0, of_up.dtype)
-        of_low = low_gradient(into, Rows(of_up), routing)
-        of_into: list[torch.Tensor] = []
+        into = ctx.experts.stack(0, grad_up.dtype)
+        grad_low = low_gradient(into, Rows(grad_up), routing)
+        into_gradients: list[torch.Tensor] = []
         if into.adapter is not None:
             rows = Rows(restored(ctx.norm, source), by_token=True)
-            of_into = adapter_gradients(into, Rows(of_up), rows, (low, of_low), routing)
+            into_gradients = adapter_gradients(into, Rows(grad_up), rows, (low, grad_low), routing)
             del rows
-        of_x = None
+        grad_x = None
         if ctx.needs_input_grad[0]:
-            of_x = summed_by_token(input_gradient(into, Rows(of_up), of_low, routing), routing)
-        return of_x, of_weights, None, None, *of_into, *of_down
+            grad_x = summed_by_token(
+                input_gradient(into, Rows(grad_up), grad_low, routing), routing
+            )
+        return grad_x, grad_weights, None, None, *into_gradients, *down_gradients
 
 
 def _down_gradients(
@@ -194,18 +196,20 @@ def _down_gradients(
     adapter, for that of y (T, hidden). The gradient of p_e is grad y_e times y_e: that of the
     product before p_e, times the product."""
     down = experts.stack(1, up.dtype)
-    of_low = low_gradient(down, grad, routing)
-    of_product = input_gradient(down, grad, of_low, routing)
-    product, of_up, of_weights = experts.gate.gradients(up, of_product, top_k_weights, routing)
-    del of_product
+    grad_low = low_gradient(down, grad, routing)
+    grad_product = input_gradient(down, grad, grad_low, routing)
+    product, grad_up, grad_weights = experts.gate.gradients(
+        up, grad_product, top_k_weights, routing
+    )
+    del grad_product
     if down.bias is not None:
-        of_weights += bias_products(grad, down.bias, routing)
+        grad_weights += bias_products(grad, down.bias, routing)
     row_weights = top_k_weights.reshape(-1, 1)[routing.order]
     low = low_rank(down, Rows(product), routing)
-    weighted = [None if x is None else x.mul_(row_weights) for x in (low, of_low)]
+    weighted = [None if x is None else x.mul_(row_weights) for x in (low, grad_low)]
     lows = (weighted[0], weighted[1])
-    of_adapter = adapter_gradients(down, grad, Rows(product), lows, routing)
-    return of_up, of_weights.to(top_k_weights.dtype), of_adapter
+    adapter_grads = adapter_gradients(down, grad, Rows(product), lows, routing)
+    return grad_up, grad_weights.to(top_k_weights.dtype), adapter_grads
 
 
 # Sizes of compared classes: every expert has whole blocks of weights.

@@ -99,11 +99,11 @@ class RouterBalance:
         """Count the tokens of a micro-batch within the block. Collective at its end. lengths:
         (rows,) int64, tokens of each row before its padding; num_tokens: of all rows."""
         assert lengths is not None, "a micro-batch must say where its padding begins"
-        here = self._tensors
-        places = torch.arange(num_tokens // len(lengths), device=lengths.device)
-        here.real = (places < lengths[:, None]).flatten().float()
-        here.own.zero_()
-        _sums(here.own).tokens.add_(here.real.sum())
+        tensors = self._tensors
+        positions = torch.arange(num_tokens // len(lengths), device=lengths.device)
+        tensors.real = (positions < lengths[:, None]).flatten().float()
+        tensors.own.zero_()
+        _sums(tensors.own).tokens.add_(tensors.real.sum())
         self._counting = True
         try:
             yield
@@ -113,12 +113,12 @@ class RouterBalance:
 
     @torch.no_grad()
     def _add_up(self) -> None:
-        here = self._tensors
+        tensors = self._tensors
         if self._group is not None:
-            dist.all_reduce(here.own, group=self._group)
-        here.step += here.own
-        sums = _sums(here.step)
-        here.slopes.copy_(here.factor * sums.chosen / (sums.tokens * self._layers))
+            dist.all_reduce(tensors.own, group=self._group)
+        tensors.step += tensors.own
+        sums = _sums(tensors.step)
+        tensors.slopes.copy_(tensors.factor * sums.chosen / (sums.tokens * self._layers))
 
     @torch.no_grad()
     def count(self, logits: torch.Tensor) -> None:
@@ -260,24 +260,24 @@ def router_balance(
 @torch.no_grad()
 def _computes_the_same(model: nn.Module, settings: BalanceSettings) -> bool:
     """Compare the function beside the model's class with ours on random logits, with padding."""
-    theirs = getattr(inspect.getmodule(type(model)), "load_balancing_loss_func", None)
-    if theirs is None:
+    family_loss = getattr(inspect.getmodule(type(model)), "load_balancing_loss_func", None)
+    if family_loss is None:
         return False
     draw = torch.Generator().manual_seed(0)
     logits = [torch.randn(TOKENS, settings.num_experts, generator=draw) for _ in range(2)]
     lengths = torch.tensor([TOKENS - 2])
     mask = (torch.arange(TOKENS) < lengths)[None].long()
 
-    def of_ours(magnitude: float) -> torch.Tensor:
-        ours = RouterBalance(settings, layers=len(logits))
-        ours.begin_step_(divisor=1, tokens=TOKENS - 2, device=torch.device("cpu"))
-        with ours.counting(lengths, TOKENS):
+    def own_value(magnitude: float) -> torch.Tensor:
+        balance = RouterBalance(settings, layers=len(logits))
+        balance.begin_step_(divisor=1, tokens=TOKENS - 2, device=torch.device("cpu"))
+        with balance.counting(lengths, TOKENS):
             for layer in logits:
-                ours.count(magnitude * layer)
-        return ours.value().float()
+                balance.count(magnitude * layer)
+        return balance.value().float()
 
-    def of_theirs(magnitude: float) -> Any:
+    def family_value(magnitude: float) -> Any:
         scaled = tuple(magnitude * layer for layer in logits)
-        return theirs(scaled, settings.num_experts, settings.top_k, mask)
+        return family_loss(scaled, settings.num_experts, settings.top_k, mask)
 
-    return agree(of_theirs, of_ours, at=magnitudes(theirs), tolerance=1e-4)
+    return agree(family_value, own_value, at=magnitudes(family_loss), tolerance=1e-4)

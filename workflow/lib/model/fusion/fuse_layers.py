@@ -24,7 +24,7 @@ from workflow.lib.model.fused_feed_forward import Form, FusedFeedForward
 from workflow.lib.model.layers.fused_norm import FusedNorm
 from workflow.lib.model.layers.lora_linear import FusedLoraLinear, share_input_
 from workflow.lib.model.tried_classes.magnitudes import agree, alike, magnitudes
-from workflow.lib.model.tried_classes.recurrence_functions import recur_by_ours_
+from workflow.lib.model.tried_classes.recurrence_functions import replace_recurrences_
 from workflow.lib.model.tried_classes.rotary_functions import rotate_by_kernel_
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")  # a module with several of these gives them one input
@@ -91,8 +91,10 @@ def _form(module: nn.Module, into: tuple[str, ...], down: str) -> Form | None:
         y: torch.Tensor = last(form.gating.activated(gate) * up) * form.output_multiplier
         return y
 
-    for activation, of_gate, of_output in product(ACTIVATIONS, multipliers, multipliers):
-        form = Form(into, down, activation, of_gate, of_output)
+    for activation, gate_multiplier, output_multiplier in product(
+        ACTIVATIONS, multipliers, multipliers
+    ):
+        form = Form(into, down, activation, gate_multiplier, output_multiplier)
         if agree(
             lambda magnitude: tried(stand_in, magnitude * x),
             partial(value, form),
@@ -106,8 +108,8 @@ def _form(module: nn.Module, into: tuple[str, ...], down: str) -> Form | None:
 
 def _numbers(*modules: nn.Module) -> list[float]:
     """Return the numbers among modules' attributes: factors, or a share of dropout."""
-    found = {x for module in modules for x in vars(module).values() if isinstance(x, float)}
-    return sorted(found - {1.0})
+    numbers = {x for module in modules for x in vars(module).values() if isinstance(x, float)}
+    return sorted(numbers - {1.0})
 
 
 def _dropout(
@@ -147,19 +149,19 @@ def as_gated_norm(module: nn.Module) -> GatedNorm | None:
     drawn = torch.rand(width, generator=draw) + 0.5
     stand_in = stand_in_for(module)
 
-    def theirs(magnitude: float) -> torch.Tensor | None:
+    def family_output(magnitude: float) -> torch.Tensor | None:
         weight = nn.Parameter(magnitude * drawn)
         stand_in.register_parameter("weight", weight)
         return tried(stand_in, magnitude * x, magnitude * gate)
 
-    def ours(options: dict[str, Any], magnitude: float) -> torch.Tensor:
+    def fused_output(options: dict[str, Any], magnitude: float) -> torch.Tensor:
         norm = GatedNorm(nn.Parameter(magnitude * drawn), **options)
         return by_torch(magnitude * x, magnitude * gate, norm)
 
     at = magnitudes(module)
     for groups, gate_first in product(_counts(module, width), (True, False)):
         options: dict[str, Any] = {"eps": eps, "groups": groups, "gate_first": gate_first}
-        if agree(theirs, partial(ours, options), at=at, tolerance=NORM_TOLERANCE):
+        if agree(family_output, partial(fused_output, options), at=at, tolerance=NORM_TOLERANCE):
             return GatedNorm(params["weight"], **options)
     return None
 
@@ -197,7 +199,7 @@ def fuse_layer_(layer: nn.Module) -> Counter[str]:
         else:
             replaced["projections"] += _share_projections_(module)
             replaced["rotations"] += rotate_by_kernel_(module)
-            replaced["recurrences"] += recur_by_ours_(module)
+            replaced["recurrences"] += replace_recurrences_(module)
     return replaced
 
 
@@ -226,18 +228,18 @@ def _as_fused_norm(module: nn.Module) -> FusedNorm | None:
         """Return parameters of this magnitude: others would keep values small for any x."""
         return {name: nn.Parameter(magnitude * value) for name, value in drawn.items()}
 
-    def theirs(magnitude: float) -> torch.Tensor | None:
+    def family_output(magnitude: float) -> torch.Tensor | None:
         for name in NORM_PARAMETERS[-1]:
             stand_in.register_parameter(name, times(magnitude).get(name))
         return tried(stand_in, magnitude * x)
 
-    def ours(options: dict[str, Any], magnitude: float) -> torch.Tensor:
+    def fused_output(options: dict[str, Any], magnitude: float) -> torch.Tensor:
         y: torch.Tensor = FusedNorm(**times(magnitude), **options)(magnitude * x)
         return y
 
     for offset, subtracts_mean in product((0.0, 1.0), (False, True)):
         options: dict[str, Any] = {"eps": eps, "offset": offset, "subtracts_mean": subtracts_mean}
-        if agree(theirs, partial(ours, options), at=at, tolerance=NORM_TOLERANCE):
+        if agree(family_output, partial(fused_output, options), at=at, tolerance=NORM_TOLERANCE):
             return FusedNorm(**params, **options)
     return None
 
@@ -258,10 +260,10 @@ def takes_one_tensor(module: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def tried(stand_in: nn.Module, *given: torch.Tensor) -> torch.Tensor | None:
+def tried(stand_in: nn.Module, *inputs: torch.Tensor) -> torch.Tensor | None:
     """Return a stand-in's output; None if it is no tensor, or attributes or shapes are missing."""
     try:
-        output = type(stand_in).forward(stand_in, *given)
+        output = type(stand_in).forward(stand_in, *inputs)
     except (AttributeError, TypeError, RuntimeError):
         return None
     return output if isinstance(output, torch.Tensor) else None

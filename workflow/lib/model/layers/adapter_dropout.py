@@ -49,12 +49,12 @@ class AdapterState:
             self._casts, self._norms = kept
 
     @contextmanager
-    def rows_as(self, places: torch.Tensor, *, tokens: int) -> Iterator[None]:
+    def rows_as(self, starts: torch.Tensor, *, tokens: int) -> Iterator[None]:
         """Within the block rows begin at places (n,) of `tokens` tokens, each with its own key."""
         row_keys = self.row_keys
         if row_keys is not None:
             row_tokens = tokens // len(row_keys)
-            self.row_keys = row_keys[places // row_tokens] + places % row_tokens
+            self.row_keys = row_keys[starts // row_tokens] + starts % row_tokens
         try:
             yield
         finally:

@@ -51,17 +51,17 @@ class _Lengthened(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
         y, factor = ctx.saved_tensors
-        (of_direction,), (of_factor,) = lengthen_backward(grads, [y], [factor])
-        return of_direction, of_factor
+        (grad_direction,), (grad_factor,) = lengthen_backward(grads, [y], [factor])
+        return grad_direction, grad_factor
 
 
 def lengthen_backward(
     grads: Sequence[torch.Tensor], values: Sequence[torch.Tensor], factors: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the gradients of directions (..., out) and factors (out,) for those of the values."""
-    of_directions, of_factors = [], []
+    grad_directions, grad_factors = [], []
     for grad, y, factor in zip(grads, values, factors, strict=True):
-        of_direction, sums = lengths.lengthen_backward(grad, y, factor)
-        of_directions.append(of_direction)
-        of_factors.append(sums / factor)
-    return of_directions, of_factors
+        grad_direction, sums = lengths.lengthen_backward(grad, y, factor)
+        grad_directions.append(grad_direction)
+        grad_factors.append(sums / factor)
+    return grad_directions, grad_factors

@@ -103,12 +103,14 @@ def frozen_input_gradient(grad: torch.Tensor, linear: FrozenWeight) -> torch.Ten
 
 
 def add_input_gradient_(
-    of_rows: torch.Tensor, grad: torch.Tensor, linear: FrozenWeight
+    grad_rows: torch.Tensor, grad: torch.Tensor, linear: FrozenWeight
 ) -> torch.Tensor:
-    """Add g W to `of_rows` (T, in), for the gradient g (T, out) of a value; return it."""
+    """Add g W to `grad_rows` (T, in), for the gradient g (T, out) of a value; return it."""
     if not linear.matmul_precision.backward:
-        return of_rows.addmm_(grad, linear.dequantize(grad.dtype))
-    return of_rows.add_(eight_bit_matmul(*_backward_operands(grad, linear), dtype=of_rows.dtype))
+        return grad_rows.addmm_(grad, linear.dequantize(grad.dtype))
+    return grad_rows.add_(
+        eight_bit_matmul(*_backward_operands(grad, linear), dtype=grad_rows.dtype)
+    )
 
 
 def scaled_matmul(
@@ -155,5 +157,5 @@ class _FrozenLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (grad,) = grads
-        of_rows = frozen_input_gradient(grad.reshape(-1, grad.shape[-1]), ctx.linear)
-        return of_rows.view(*grad.shape[:-1], -1), None, None
+        grad_rows = frozen_input_gradient(grad.reshape(-1, grad.shape[-1]), ctx.linear)
+        return grad_rows.view(*grad.shape[:-1], -1), None, None

@@ -115,65 +115,65 @@ def low_gradient(linears: Sequence[Adapted], grads: Sequence[torch.Tensor]) -> t
     if len(linears) == 1:
         small = _cast([linears[0].b], linears[0], grads[0].dtype)
         return scaled_matmul(grads[0], small, linears[0].scale)
-    of_low = grads[0].new_empty(grads[0].shape[0], sum(linear.a.shape[0] for linear in linears))
-    for linear, grad, part in zip(linears, grads, _parts(linears, of_low), strict=True):
+    grad_low = grads[0].new_empty(grads[0].shape[0], sum(linear.a.shape[0] for linear in linears))
+    for linear, grad, part in zip(linears, grads, _parts(linears, grad_low), strict=True):
         scaled_matmul(grad, _cast([linear.b], linear, grad.dtype), linear.scale, out=part)
-    return of_low
+    return grad_low
 
 
 def input_gradient(
-    linears: Sequence[Adapted], grads: Sequence[torch.Tensor], of_low: torch.Tensor
+    linears: Sequence[Adapted], grads: Sequence[torch.Tensor], grad_low: torch.Tensor
 ) -> torch.Tensor:
     """Return the gradient of the rows (T, in) for those of the values and of `low_rank`."""
     if linears[0].base.matmul_precision.backward and not _drops(linears):
-        return _matmuls_first(linears, grads, of_low)
-    of_rows = _adapters_input_gradient(linears, of_low)
+        return _matmuls_first(linears, grads, grad_low)
+    grad_rows = _adapters_input_gradient(linears, grad_low)
     for linear, grad in zip(linears, grads, strict=True):
-        add_input_gradient_(of_rows, grad, linear.base)
-    return of_rows
+        add_input_gradient_(grad_rows, grad, linear.base)
+    return grad_rows
 
 
 def _matmuls_first(
-    linears: Sequence[Adapted], grads: Sequence[torch.Tensor], of_low: torch.Tensor
+    linears: Sequence[Adapted], grads: Sequence[torch.Tensor], grad_low: torch.Tensor
 ) -> torch.Tensor:
     """The same by matmuls that cannot accumulate: the last is added with the adapters' part."""
-    small = _cast([linear.a for linear in linears], linears[0], of_low.dtype)
+    small = _cast([linear.a for linear in linears], linears[0], grad_low.dtype)
     (first, grad), *others = zip(linears, grads, strict=True)
-    of_rows = frozen_input_gradient(grad, first.base)
+    grad_rows = frozen_input_gradient(grad, first.base)
     for linear, grad in others[:-1]:
-        add_input_gradient_(of_rows, grad, linear.base)
+        add_input_gradient_(grad_rows, grad, linear.base)
     last = None
     if others:
         linear, grad = others[-1]
         last = frozen_input_gradient(grad, linear.base)
-    return add_low_rank_(of_rows, LowRank(of_low, small, 1.0), last)
+    return add_low_rank_(grad_rows, LowRank(grad_low, small, 1.0), last)
 
 
 def split_input_gradient(
-    linear: Adapted, grad: torch.Tensor, of_low: torch.Tensor
+    linear: Adapted, grad: torch.Tensor, grad_low: torch.Tensor
 ) -> tuple[torch.Tensor, LowRank]:
     """Return the gradient of one linear's rows (T, in), and the part still to be added to it."""
     if linear.draw is not None:
-        of_rows = input_gradient([linear], [grad], of_low)
-        return of_rows, no_part(of_rows)
-    small = _cast([linear.a], linear, of_low.dtype)
-    return frozen_input_gradient(grad, linear.base), LowRank(of_low, small, 1.0)
+        grad_rows = input_gradient([linear], [grad], grad_low)
+        return grad_rows, no_part(grad_rows)
+    small = _cast([linear.a], linear, grad_low.dtype)
+    return frozen_input_gradient(grad, linear.base), LowRank(grad_low, small, 1.0)
 
 
-def _adapters_input_gradient(linears: Sequence[Adapted], of_low: torch.Tensor) -> torch.Tensor:
+def _adapters_input_gradient(linears: Sequence[Adapted], grad_low: torch.Tensor) -> torch.Tensor:
     """Return the part of the rows' gradient that comes through A."""
     if not _drops(linears):
-        return of_low @ _cast([linear.a for linear in linears], linears[0], of_low.dtype)
-    of_rows = None
-    for linear, part in zip(linears, _parts(linears, of_low), strict=True):
-        update = part @ _cast([linear.a], linear, of_low.dtype)
+        return grad_low @ _cast([linear.a for linear in linears], linears[0], grad_low.dtype)
+    grad_rows = None
+    for linear, part in zip(linears, _parts(linears, grad_low), strict=True):
+        update = part @ _cast([linear.a], linear, grad_low.dtype)
         assert linear.draw is not None
-        if of_rows is None:
-            of_rows = drop_(update, linear.draw)
+        if grad_rows is None:
+            grad_rows = drop_(update, linear.draw)
         else:
-            drop(of_rows, update, linear.draw, True)
-    assert of_rows is not None
-    return of_rows
+            drop(grad_rows, update, linear.draw, True)
+    assert grad_rows is not None
+    return grad_rows
 
 
 def adapter_gradients(
@@ -181,18 +181,18 @@ def adapter_gradients(
     grads: Sequence[torch.Tensor],
     rows: torch.Tensor,
     low: torch.Tensor,
-    of_low: torch.Tensor,
+    grad_low: torch.Tensor,
 ) -> list[torch.Tensor]:
     """Return the gradients of A and B of every linear, in this order, fp32."""
     if _drops(linears):
-        of_a = [
+        grads_a = [
             _float32_matmul(part.t(), _input(linear, rows))
-            for linear, part in zip(linears, _parts(linears, of_low), strict=True)
+            for linear, part in zip(linears, _parts(linears, grad_low), strict=True)
         ]
     else:
-        of_a = [*_float32_matmul(of_low.t(), rows).split([x.a.shape[0] for x in linears])]
+        grads_a = [*_float32_matmul(grad_low.t(), rows).split([x.a.shape[0] for x in linears])]
     gradients = []
-    for linear, grad, part, a in zip(linears, grads, _parts(linears, low), of_a, strict=True):
+    for linear, grad, part, a in zip(linears, grads, _parts(linears, low), grads_a, strict=True):
         gradients += [a, _float32_matmul(grad.t(), part).mul_(linear.scale)]
     return gradients
 

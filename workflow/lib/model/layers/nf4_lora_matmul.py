@@ -56,8 +56,8 @@ class NF4LoraMatMul(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # grads[1] is that of A d(x), which is not differentiable.
         source, low = ctx.saved_tensors
-        grad_x, of_adapter = _gradients(ctx, source, low, grads[:1])
-        return grad_x, None, None, *of_adapter
+        grad_x, adapter_grads = _gradients(ctx, source, low, grads[:1])
+        return grad_x, None, None, *adapter_grads
 
 
 def nf4_lora_matmuls(
@@ -107,11 +107,11 @@ class _NF4LoraMatMuls(torch.autograd.Function):
         source, low, *kept = ctx.saved_tensors
         count = len(ctx.layers)
         directions: Sequence[torch.Tensor] = grads
-        of_factors: Sequence[torch.Tensor | None] = [None] * count
+        grad_factors: Sequence[torch.Tensor | None] = [None] * count
         if kept:
-            directions, of_factors = lengthen_backward(grads, kept[count:], kept[:count])
-        grad_x, of_adapters = _gradients(ctx, source, low, directions)
-        return grad_x, None, None, *of_factors, *of_adapters
+            directions, grad_factors = lengthen_backward(grads, kept[count:], kept[:count])
+        grad_x, adapter_grads = _gradients(ctx, source, low, directions)
+        return grad_x, None, None, *grad_factors, *adapter_grads
 
 
 def _gradients(
@@ -120,11 +120,11 @@ def _gradients(
     """Return the gradients of x (..., in) (None unless wanted) and of A and B of every layer."""
     flat = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
     linears = adapted(ctx.layers, ctx.draws)
-    of_low = low_gradient(linears, flat)
+    grad_low = low_gradient(linears, flat)
     # Before the gradient of x: the restored output of a norm is freed before a weight is decoded.
-    of_adapters = adapter_gradients(linears, flat, restored(ctx.norm, source), low, of_low)
+    adapter_grads = adapter_gradients(linears, flat, restored(ctx.norm, source), low, grad_low)
     # The first layer's x comes from a frozen embedding: its gradient would cost a matmul for
     # nothing.
     if not ctx.needs_input_grad[0]:
-        return None, of_adapters
-    return input_gradient(linears, flat, of_low).view(*grads[0].shape[:-1], -1), of_adapters
+        return None, adapter_grads
+    return input_gradient(linears, flat, grad_low).view(*grads[0].shape[:-1], -1), adapter_grads

@@ -33,15 +33,15 @@ class RotaryByDocument(nn.Module):
         """Return cosine and sine (rows, seq_len, width) in x's type, for positions from 0."""
         short, long = self.copies(x.device)
         tables: tuple[torch.Tensor, torch.Tensor] = short(x, position_ids, *layer_type, **named)
-        of_type = next(iter((*layer_type, *named.values())), None)
-        kind, limit = changes_beyond(self.original, of_type)
+        layer_type_name = next(iter((*layer_type, *named.values())), None)
+        kind, limit = changes_beyond(self.original, layer_type_name)
         if limit is None or position_ids.shape[1] <= limit:
             return tables
         lengths = document_lengths(position_ids)
         if kind == LONGROPE:
             others = long(x, position_ids, *layer_type, **named)
         else:
-            others = self._by_length(x, position_ids, lengths, of_type)
+            others = self._by_length(x, position_ids, lengths, layer_type_name)
         cos, sin = (
             torch.where((lengths > limit)[..., None], other, table)
             for table, other in zip(tables, others, strict=True)
@@ -62,14 +62,14 @@ class RotaryByDocument(nn.Module):
             self.original.config, x.device, seq_len=lengths[..., None], **named
         )
 
-        def of_token(
+        def token_table(
             own: torch.Tensor, position: torch.Tensor
         ) -> tuple[torch.Tensor, torch.Tensor]:
             buffers = {_frequencies_of(layer_type): own}
             cos, sin = functional_call(fixed, buffers, (x, position.view(1, 1)), named)
             return cos[0, 0], sin[0, 0]
 
-        cos, sin = torch.vmap(of_token)(frequencies.flatten(0, 1), position_ids.flatten())
+        cos, sin = torch.vmap(token_table)(frequencies.flatten(0, 1), position_ids.flatten())
         return cos.unflatten(0, position_ids.shape), sin.unflatten(0, position_ids.shape)
 
     def copies(self, device: torch.device) -> tuple[nn.Module, nn.Module]:
@@ -130,8 +130,8 @@ def _frequencies_of(layer_type: str | None) -> str:
 def document_lengths(position_ids: torch.Tensor) -> torch.Tensor:
     """Return each token's document length (rows, seq_len); a position 0 starts a document."""
     length = position_ids.shape[1]
-    places = torch.arange(length, device=position_ids.device)
-    starts = torch.where(position_ids == 0, places, length)
+    indices = torch.arange(length, device=position_ids.device)
+    starts = torch.where(position_ids == 0, indices, length)
     following = nn.functional.pad(starts[:, 1:], (0, 1), value=length)
     ends = following.flip(1).cummin(dim=1).values.flip(1)
-    return ends - (places - position_ids)
+    return ends - (indices - position_ids)

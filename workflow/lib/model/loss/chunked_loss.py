@@ -132,11 +132,13 @@ class LinearCrossEntropy(nn.Module):
         hidden = hidden.detach()
         for rows in self.chunks(len(targets)):
             with torch.set_grad_enabled(wants_grad):
-                some, of_some = self.chunk_losses(hidden, targets, weights, rows, trained, teacher)
-            losses[rows] = some
+                chunk_losses, chunk_grad = self.chunk_losses(
+                    hidden, targets, weights, rows, trained, teacher
+                )
+            losses[rows] = chunk_losses
             if grad is not None:
-                assert of_some is not None
-                grad[rows] = of_some
+                assert chunk_grad is not None
+                grad[rows] = chunk_grad
         if weights is not None:
             losses.mul_(weights if teacher is None else weights[:, None])
             if grad is not None and trained is None:
@@ -146,8 +148,8 @@ class LinearCrossEntropy(nn.Module):
     def _trained(self, masters: Sequence[torch.Tensor], dtype: torch.dtype) -> "TrainedHead":
         module: Any = self.head.module
         if hasattr(module, ROWS):
-            places = getattr(module, ROWS).within(module.weight)
-            return TrainedHead(*self.weight_and_bias(), masters, places)
+            slices = getattr(module, ROWS).within(module.weight)
+            return TrainedHead(*self.weight_and_bias(), masters, slices)
         weight, *bias = (master.detach().to(dtype) for master in masters)
         return TrainedHead(weight, bias[0] if bias else None, masters)
 
@@ -319,7 +321,7 @@ class _RowLosses(torch.autograd.Function):
 
 class TrainedHead:
     """A trained head's weight (vocab, hidden) and bias (vocab,) in the compute dtype, and its
-    masters' gradients in fp32, summed over chunks of rows. places: the weight's rows in the first
+    masters' gradients in fp32, summed over chunks of rows. slices: the weight's rows in the first
     master, and these rows of the master; by default all."""
 
     def __init__(
@@ -327,9 +329,9 @@ class TrainedHead:
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         masters: Sequence[torch.Tensor],
-        places: tuple[slice, slice] = (slice(None), slice(None)),
+        slices: tuple[slice, slice] = (slice(None), slice(None)),
     ) -> None:
-        self.weight, self._bias, self._places = weight, bias, places
+        self.weight, self._bias, self._slices = weight, bias, slices
         self.gradients = [torch.zeros_like(master) for master in masters]
 
     def raw_logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -345,7 +347,7 @@ class TrainedHead:
         if weights is not None:
             slope = slope.mul_(weights[:, None])
         slope = with_aligned_rows(slope)
-        columns, rows = self._places
+        columns, rows = self._slices
         # By pieces of the vocabulary: a matmul for the whole weight would be as large as the head,
         # for every chunk, before it is added in fp32.
         for start in range(0, len(weight[rows]), GRADIENT_ROWS):

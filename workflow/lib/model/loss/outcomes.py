@@ -43,10 +43,10 @@ class Outcomes:
         logits.scatter_(1, self._ids, -torch.inf)
         # in place: `logsumexp` would make one more matrix
         largest = logits.amax(dim=1, keepdim=True).clamp(min=torch.finfo(logits.dtype).min)
-        rest = largest + logits.sub_(largest).exp_().sum(dim=1, keepdim=True).log()
-        here = likeliest.masked_fill(self._ids == self._logits.shape[1], -torch.inf)
-        whole = torch.cat([rest, here], dim=1).logsumexp(dim=1, keepdim=True)
-        return torch.cat([whole, rest, target, likeliest], dim=1).T.contiguous()
+        other_log_sum = largest + logits.sub_(largest).exp_().sum(dim=1, keepdim=True).log()
+        own_likeliest = likeliest.masked_fill(self._ids == self._logits.shape[1], -torch.inf)
+        whole = torch.cat([other_log_sum, own_likeliest], dim=1).logsumexp(dim=1, keepdim=True)
+        return torch.cat([whole, other_log_sum, target, likeliest], dim=1).T.contiguous()
 
     def losses(self, numbers: torch.Tensor) -> torch.Tensor:
         """Return KL and -log p (rows, 2) of each row. numbers: over all slices."""
@@ -60,13 +60,13 @@ class Outcomes:
         """Return the slopes (rows, columns) of each row's loss by this slice's logits. A token
         outside the likeliest has the share exp(z_j - R) of the slope of all others."""
         t, sft = self._teacher.temperature, self._teacher.sft_weight
-        of_outcomes = t * (self._log_r(numbers).exp() - self._teacher_log_q().exp())
-        of_outcomes += sft * (_outcomes(numbers) - numbers[0][:, None]).exp()
-        of_outcomes.masked_fill_(self._ignored[:, None], 0.0)
+        outcome_slopes = t * (self._log_r(numbers).exp() - self._teacher_log_q().exp())
+        outcome_slopes += sft * (_outcomes(numbers) - numbers[0][:, None]).exp()
+        outcome_slopes.masked_fill_(self._ignored[:, None], 0.0)
         slopes = self._padded()
-        slopes.sub_(numbers[1][:, None]).exp_().mul_(of_outcomes[:, -1:])
-        slopes.scatter_(1, self._ids, of_outcomes[:, :-1])
-        slopes.scatter_add_(1, self._target, of_outcomes.new_full((len(slopes), 1), -sft))
+        slopes.sub_(numbers[1][:, None]).exp_().mul_(outcome_slopes[:, -1:])
+        slopes.scatter_(1, self._ids, outcome_slopes[:, :-1])
+        slopes.scatter_add_(1, self._target, outcome_slopes.new_full((len(slopes), 1), -sft))
         return slopes[:, :-1]
 
     def _teacher_log_q(self) -> torch.Tensor:

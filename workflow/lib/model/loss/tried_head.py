@@ -46,24 +46,24 @@ def tried_head(model: PreTrainedModel, *, fused: bool = True) -> OutputHead:
         scale, most = float(logits[0, 0].float()) / SMALL, float(logits[1, 0])
         capped = abs(most - scale * LARGE) > TOLERANCE * abs(scale) * LARGE
         form = LogitForm(scale, most if capped else None)
-        found = OutputHead(head, *form, fused)
-        known = all(
+        output_head = OutputHead(head, *form, fused)
+        agrees = all(
             alike(x.float(), y, tolerance=TOLERANCE)
             for bias in ((0.0,) if getattr(head, "bias", None) is None else (0.0, 1.0))
             for x, y in zip(
                 _logits(model, owner, head, states, bias=bias),
-                found.finished(states + bias),
+                output_head.finished(states + bias),
                 strict=True,
             )
         )
     except (TypeError, AttributeError, RuntimeError, LookupError, ValueError) as error:
-        known, cause = False, f" ({type(error).__name__}: {str(error)[:200]})"
-    if not known:
+        agrees, cause = False, f" ({type(error).__name__}: {str(error)[:200]})"
+    if not agrees:
         raise UserError(
             f"{type(owner).__name__} is not supported: it computes logits otherwise than by its "
             f"head, a factor and a soft cap{cause}. Choose another model.source."
         )
-    return found
+    return output_head
 
 
 def _logits(
@@ -71,10 +71,12 @@ def _logits(
 ) -> torch.Tensor:
     """Return what the owner of a head makes of states (rows, width) that its head returns plus
     `bias`, in their shape."""
-    given = _States(last_hidden_state=states[None])
+    decoder_output = _States(last_hidden_state=states[None])
     layer = decoder_layers(model)[0]
     around = {x for x in owner.modules() if layer in {*x.modules()}} - {owner, layer}
-    forwards: dict[nn.Module, Callable[..., Any]] = dict.fromkeys(around, lambda *_, **__: given)
+    forwards: dict[nn.Module, Callable[..., Any]] = dict.fromkeys(
+        around, lambda *_, **__: decoder_output
+    )
     ids = torch.zeros(1, len(states), dtype=torch.long)
     with _calling(forwards | {head: lambda x: x + bias}), torch.no_grad():
         made: torch.Tensor = owner(input_ids=ids, use_cache=False, return_dict=True).logits[0]

@@ -1,5 +1,5 @@
 """Replacement of functions that a module's forward calls by name: the module gets a subclass whose
-forward is a copy with our functions under those names."""
+forward is a copy with replacements under those names."""
 
 import functools
 import inspect
@@ -9,28 +9,30 @@ from typing import Any
 
 from torch import nn
 
-Ours = Callable[[FunctionType], Callable[..., Any] | None]
+Replace = Callable[[FunctionType], Callable[..., Any] | None]
 
 
-def call_ours_(module: nn.Module, ours: Ours) -> bool:
-    """Make a module's forward call `ours(function)` for each function of its file, unless that is
-    None; return whether one is not. `ours` is a function of a module."""
+def replace_called_functions_(module: nn.Module, replacement: Replace) -> bool:
+    """Replace functions that a module's forward calls. `replacement` maps each function of its file
+    to its replacement or None. Return whether any was replaced."""
     kind: Any = type(module)
-    calling = _calling_class(kind, ours)
+    calling = _calling_class(kind, replacement)
     if calling is not None:
         module.__class__ = calling
     return calling is not None
 
 
 @functools.cache
-def _calling_class(kind: Any, ours: Ours) -> type[nn.Module] | None:
+def _calling_class(kind: Any, replacement: Replace) -> type[nn.Module] | None:
     """Return the subclass of a family's class, None if its forward calls no such function."""
     if not isinstance(kind.forward, FunctionType):
         return None
     forward: Any = inspect.unwrap(kind.forward, stop=lambda function: _held(function) is None)
     called = {name: forward.__globals__.get(name) for name in forward.__code__.co_names}
-    found = {name: ours(x) for name, x in called.items() if isinstance(x, FunctionType)}
-    names = {name: x for name, x in found.items() if x is not None}
+    replacements = {
+        name: replacement(x) for name, x in called.items() if isinstance(x, FunctionType)
+    }
+    names = {name: x for name, x in replacements.items() if x is not None}
     if not names:
         return None
     # A search for the family's own class searches the file of the class.

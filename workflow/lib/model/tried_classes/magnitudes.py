@@ -34,8 +34,8 @@ def _codes(function: Any, owner: Any, seen: set[Any]) -> Iterator[CodeType]:
     seen.add(function)
     yield function.__code__
     for name in function.__code__.co_names:
-        known: Any = function.__globals__.get(name) or getattr(owner, name, None)
-        called = inspect.unwrap(known)
+        member: Any = function.__globals__.get(name) or getattr(owner, name, None)
+        called = inspect.unwrap(member)
         if getattr(called, "__module__", None) == function.__module__:
             yield from _codes(called, owner, seen)
 
@@ -70,33 +70,33 @@ MOST = POWERS[-1]  # beyond it float32 cannot tell squares and cubes apart
 def magnitudes(*owners: Any) -> list[float]:
     """Return factors of values: 1, then those from numbers of the modules, and powers of ten."""
     numbers = {abs(x) for owner in owners for x in _numbers_of(owner)}
-    asked = {x for x in numbers if POWERS[0] < x < MOST}
-    return [1.0, *sorted({*asked, *POWERS} - {1.0})]
+    limits = {x for x in numbers if POWERS[0] < x < MOST}
+    return [1.0, *sorted({*limits, *POWERS} - {1.0})]
 
 
-def alike(found: Any, expected: Any, *, tolerance: float) -> bool:
+def alike(result: Any, expected: Any, *, tolerance: float) -> bool:
     """Whether tensors, or tuples, have the same shapes and differ by `tolerance` of the largest."""
     if isinstance(expected, tuple):
-        parts = isinstance(found, tuple) and len(found) == len(expected)
+        parts = isinstance(result, tuple) and len(result) == len(expected)
         return parts and all(
-            alike(x, y, tolerance=tolerance) for x, y in zip(found, expected, strict=True)
+            alike(x, y, tolerance=tolerance) for x, y in zip(result, expected, strict=True)
         )
-    if not isinstance(found, torch.Tensor) or found.shape != expected.shape:
+    if not isinstance(result, torch.Tensor) or result.shape != expected.shape:
         return False
     bound = tolerance * float(expected.abs().max())
-    return torch.allclose(found, expected, rtol=0.0, atol=bound)
+    return torch.allclose(result, expected, rtol=0.0, atol=bound)
 
 
 def agree(
-    theirs: Callable[[float], Any],
-    ours: Callable[[float], Any],
+    family: Callable[[float], Any],
+    engine: Callable[[float], Any],
     *,
     at: Iterable[float],
     tolerance: float,
 ) -> bool:
     """Whether two computations are `alike` at all of these magnitudes."""
     with torch.no_grad():
-        return all(alike(theirs(x), ours(x), tolerance=tolerance) for x in at)
+        return all(alike(family(x), engine(x), tolerance=tolerance) for x in at)
 
 
 def _numbers_of(owner: Any) -> Iterator[float]:

@@ -17,7 +17,7 @@ from torch import nn
 from workflow.lib.kernels.recurrences.gated_delta_rule import gated_delta_rule
 from workflow.lib.kernels.recurrences.short_convolution import short_convolution
 from workflow.lib.kernels.recurrences.state_space import state_space
-from workflow.lib.model.tried_classes.called_functions import call_ours_
+from workflow.lib.model.tried_classes.called_functions import replace_called_functions_
 from workflow.lib.model.tried_classes.magnitudes import agree, magnitudes
 
 ROWS, TOKENS = 2, 11  # of a compared function
@@ -37,48 +37,51 @@ WHOLE_LAYER = ("zxbcdt", "conv1d_weight", "conv1d_bias", "dt_bias", "A", "D", "c
 Arguments = dict[str, Any]
 
 
-class Known(NamedTuple):
+class Replacement(NamedTuple):
     """A function with an equivalent of ours."""
 
     parameters: tuple[str, ...]  # by name; it may have more
-    ours: Callable[[Arguments], Any]
+    compute: Callable[[Arguments], Any]
     """Takes a call's arguments by name, defaults included."""
     tries: Callable[[], Iterator[Arguments]]
     scaled: tuple[str, ...] = ()
     """Arguments of any magnitude: neither exponents nor keys, with which a state grows."""
-    takes: Callable[[Arguments], bool] = lambda given: True
+    takes: Callable[[Arguments], bool] = lambda arguments: True
     """Whether ours computes a call with these arguments."""
 
 
-def recur_by_ours_(module: nn.Module) -> bool:
+def replace_recurrences_(module: nn.Module) -> bool:
     """Call ours for each function of its file that we know; return whether there is one."""
-    return call_ours_(module, _ours_of)
+    return replace_called_functions_(module, _replacement_of)
 
 
 @functools.cache
-def _ours_of(function: FunctionType) -> Callable[..., Any] | None:
+def _replacement_of(function: FunctionType) -> Callable[..., Any] | None:
     """Return ours with the arguments and the result of `function`, which gets calls with more
     arguments; None if `function` is unknown."""
     code = inspect.unwrap(function)
     signature = inspect.signature(code)
-    for known in KNOWN:
-        if not signature.parameters.keys() >= {*known.parameters}:
+    for replacement in REPLACEMENTS:
+        if not signature.parameters.keys() >= {*replacement.parameters}:
             continue
         at = magnitudes(code)
-        if all(_agrees(code, signature, known, given, at) for given in known.tries()):
-            return _calling(function, signature, known)
+        if all(
+            _agrees(code, signature, replacement, arguments, at)
+            for arguments in replacement.tries()
+        ):
+            return _calling(function, signature, replacement)
     return None
 
 
 def _calling(
-    function: Callable[..., Any], signature: inspect.Signature, known: Known
+    function: Callable[..., Any], signature: inspect.Signature, replacement: Replacement
 ) -> Callable[..., Any]:
     def calling(*args: Any, **options: Any) -> Any:
-        given = _by_name(signature, *args, **options)
-        more = [given[name] for name in MORE if given.get(name) is not None]
-        if any(x is not False for x in more) or not known.takes(given):
+        arguments = _by_name(signature, *args, **options)
+        more = [arguments[name] for name in MORE if arguments.get(name) is not None]
+        if any(x is not False for x in more) or not replacement.takes(arguments):
             return function(*args, **options)
-        return known.ours(given)
+        return replacement.compute(arguments)
 
     return calling
 
@@ -87,35 +90,37 @@ def _by_name(signature: inspect.Signature, *args: Any, **options: Any) -> Argume
     """Return a call's arguments by name, including defaults."""
     bound = signature.bind(*args, **options)
     bound.apply_defaults()
-    given = dict(bound.arguments)
+    arguments = dict(bound.arguments)
     kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
-    others = [name for name in given if kinds[name] is inspect.Parameter.VAR_KEYWORD]
+    others = [name for name in arguments if kinds[name] is inspect.Parameter.VAR_KEYWORD]
     for name in others:
-        given |= given.pop(name)
-    return given
+        arguments |= arguments.pop(name)
+    return arguments
 
 
 @torch.no_grad()
 def _agrees(
     code: FunctionType,
     signature: inspect.Signature,
-    known: Known,
-    given: Arguments,
+    replacement: Replacement,
+    arguments: Arguments,
     at: list[float],
 ) -> bool:
     def times(magnitude: float) -> Arguments:
-        scaled = {name: given[name] for name in known.scaled if given[name] is not None}
-        return given | {name: magnitude * x for name, x in scaled.items()}
+        scaled = {
+            name: arguments[name] for name in replacement.scaled if arguments[name] is not None
+        }
+        return arguments | {name: magnitude * x for name, x in scaled.items()}
 
     try:
-        found = code(**given)
+        family_result = code(**arguments)
     except (TypeError, RuntimeError, ValueError):
         return False
-    made = known.ours(_by_name(signature, **given))
+    made = replacement.compute(_by_name(signature, **arguments))
     if made is None:
-        return found is None
+        return family_result is None
     states = made[1:] if isinstance(made, tuple) else ()  # none
-    if states and (not isinstance(found, tuple) or found[1:] != states):
+    if states and (not isinstance(family_result, tuple) or family_result[1:] != states):
         return False
 
     def output(result: Any) -> Any:
@@ -123,15 +128,15 @@ def _agrees(
 
     return agree(
         lambda magnitude: output(code(**times(magnitude))),
-        lambda magnitude: output(known.ours(_by_name(signature, **times(magnitude)))),
+        lambda magnitude: output(replacement.compute(_by_name(signature, **times(magnitude)))),
         at=at,
         tolerance=TOLERANCE,
     )
 
 
-def _delta_rule(given: Arguments) -> tuple[torch.Tensor, None]:
-    tensors = (given[name] for name in DELTA_RULE)
-    return gated_delta_rule(*tensors, normalize=given["use_qk_l2norm_in_kernel"]), None
+def _delta_rule(arguments: Arguments) -> tuple[torch.Tensor, None]:
+    tensors = (arguments[name] for name in DELTA_RULE)
+    return gated_delta_rule(*tensors, normalize=arguments["use_qk_l2norm_in_kernel"]), None
 
 
 def _tried_delta_rules() -> Iterator[Arguments]:
@@ -144,22 +149,22 @@ def _tried_delta_rules() -> Iterator[Arguments]:
         yield {**dict(zip(DELTA_RULE, tensors, strict=True)), "use_qk_l2norm_in_kernel": normalize}
 
 
-def _state_space(given: Arguments) -> torch.Tensor:
-    x, dt, *others = (given[name] for name in STATE_SPACE)
-    options: Any = {"softplus": given["dt_softplus"], "limits": given["dt_limit"]}
+def _state_space(arguments: Arguments) -> torch.Tensor:
+    x, dt, *others = (arguments[name] for name in STATE_SPACE)
+    options: Any = {"softplus": arguments["dt_softplus"], "limits": arguments["dt_limit"]}
     return state_space(x, dt, *others, **options)
 
 
 def _tried_state_spaces() -> Iterator[Arguments]:
     draw = torch.Generator().manual_seed(0)
-    for groups, of_heads, softplus, limits in product(
+    for groups, by_head, softplus, limits in product(
         (1, 2), (True, False), (True, False), (NO_LIMITS, (0.4, 0.9))
     ):
         x = torch.randn(ROWS, TOKENS, 4, 6, generator=draw)
         steps = torch.rand(ROWS, TOKENS, 4, generator=draw)
         into, out_of = torch.randn(2, ROWS, TOKENS, groups, 5, generator=draw)
         decay, skip, bias = torch.rand(3, 4, generator=draw)
-        tensors = (x, steps, -decay, into, out_of, *((skip, bias) if of_heads else (None, None)))
+        tensors = (x, steps, -decay, into, out_of, *((skip, bias) if by_head else (None, None)))
         yield {
             **dict(zip(STATE_SPACE, tensors, strict=True)),
             "chunk_size": 4,
@@ -168,9 +173,9 @@ def _tried_state_spaces() -> Iterator[Arguments]:
         }
 
 
-def _convolution(given: Arguments) -> torch.Tensor:
-    x, weight, bias = (given[name] for name in CONVOLUTION)
-    return short_convolution(x, weight, bias, silu=ACTIVATIONS[given["activation"]])
+def _convolution(arguments: Arguments) -> torch.Tensor:
+    x, weight, bias = (arguments[name] for name in CONVOLUTION)
+    return short_convolution(x, weight, bias, silu=ACTIVATIONS[arguments["activation"]])
 
 
 def _tried_convolutions() -> Iterator[Arguments]:
@@ -183,13 +188,13 @@ def _tried_convolutions() -> Iterator[Arguments]:
         yield {**dict(zip(CONVOLUTION, tensors, strict=True)), "activation": activation}
 
 
-def _is_frozen_convolution(given: Arguments) -> bool:
-    _, *frozen = (given[name] for name in CONVOLUTION)
+def _is_frozen_convolution(arguments: Arguments) -> bool:
+    _, *frozen = (arguments[name] for name in CONVOLUTION)
     trained = any(x is not None and x.requires_grad for x in frozen)
-    return given["activation"] in ACTIVATIONS and not trained
+    return arguments["activation"] in ACTIVATIONS and not trained
 
 
-def _no_layer(given: Arguments) -> None:
+def _no_layer(arguments: Arguments) -> None:
     """Families' torch code returns nothing here, and the layer goes on step by step. A kernel
     package's function would use the last linear's weight alone, whatever its adapter."""
 
@@ -198,25 +203,25 @@ def _tried_layers() -> Iterator[Arguments]:
     yield dict.fromkeys(WHOLE_LAYER)
 
 
-KNOWN = (
-    Known(
+REPLACEMENTS = (
+    Replacement(
         (*DELTA_RULE, "use_qk_l2norm_in_kernel"),
         _delta_rule,
         _tried_delta_rules,
         ("query", "value"),
     ),
-    Known(
+    Replacement(
         (*STATE_SPACE, "dt_softplus", "dt_limit"),
         _state_space,
         _tried_state_spaces,
         ("hidden_states", "B", "C", "D"),
     ),
-    Known(
+    Replacement(
         (*CONVOLUTION, "activation"),
         _convolution,
         _tried_convolutions,
         CONVOLUTION,
         _is_frozen_convolution,
     ),
-    Known((*WHOLE_LAYER, "outproj_weight"), _no_layer, _tried_layers),
+    Replacement((*WHOLE_LAYER, "outproj_weight"), _no_layer, _tried_layers),
 )

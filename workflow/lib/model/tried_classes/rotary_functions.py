@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from workflow.lib.kernels.rows.rotary import apply_rotary
-from workflow.lib.model.tried_classes.called_functions import call_ours_
+from workflow.lib.model.tried_classes.called_functions import replace_called_functions_
 from workflow.lib.model.tried_classes.magnitudes import agree, magnitudes
 
 ROWS, HEADS, TOKENS, HEAD_DIM = 2, (4, 2), 5, 8  # of a compared function
@@ -34,7 +34,7 @@ class Form(NamedTuple):
 class Table(NamedTuple):
     """A way to hold the angles of pairs (rows, tokens, pairs) in a table (rows, tokens, width)."""
 
-    of_pairs: Callable[[torch.Tensor], torch.Tensor]
+    by_pairs: Callable[[torch.Tensor], torch.Tensor]
     pairs_of: Callable[[torch.Tensor], torch.Tensor]  # the other way, as a view
 
 
@@ -47,18 +47,18 @@ TABLES = {
 
 def rotate_by_kernel_(module: nn.Module) -> bool:
     """Replace each function that rotates heads in a module's forward; return whether one is."""
-    return call_ours_(module, _rotating)
+    return replace_called_functions_(module, _rotating)
 
 
 def _rotating(function: FunctionType) -> Callable[..., Any] | None:
-    """Return ours with a rotating function's arguments and result; it gets unknown calls."""
+    """Return the engine's replacement of a rotating function, which gets unknown calls."""
     if (form := rotary_form(function)) is None:
         return None
 
     def rotating(*args: Any, **options: Any) -> Any:
         axis = options.get(AXIS, form.axis)
-        known = len(args) == form.tensors + 2 and options.keys() <= {AXIS} and axis in (1, 2)
-        if not known or args[-1].dim() != 3 or not _takes(form, args[0], args[-1]):
+        fits = len(args) == form.tensors + 2 and options.keys() <= {AXIS} and axis in (1, 2)
+        if not fits or args[-1].dim() != 3 or not _takes(form, args[0], args[-1]):
             return function(*args, **options)
         *heads, cos, sin = args
         made = _rotated(heads, cos, sin, form._replace(axis=axis))
@@ -108,15 +108,15 @@ def _agrees(function: FunctionType, form: Form, axis: int, pairs: int) -> bool |
     heads, cos, sin = _drawn(form, axis, pairs)
     options = {} if axis == form.axis else {AXIS: axis}
 
-    def theirs(magnitude: float) -> Any:
-        found = function(*(magnitude * x for x in heads), cos, sin, **options)
-        return found if isinstance(found, tuple) else (found,)
+    def family_heads(magnitude: float) -> Any:
+        rotated = function(*(magnitude * x for x in heads), cos, sin, **options)
+        return rotated if isinstance(rotated, tuple) else (rotated,)
 
-    def ours(magnitude: float) -> Heads:
+    def engine_heads(magnitude: float) -> Heads:
         return _rotated([magnitude * x for x in heads], cos, sin, form._replace(axis=axis))
 
     try:
-        return agree(theirs, ours, at=magnitudes(function), tolerance=TOLERANCE)
+        return agree(family_heads, engine_heads, at=magnitudes(function), tolerance=TOLERANCE)
     except (TypeError, RuntimeError, IndexError):
         return None
 
@@ -127,5 +127,5 @@ def _drawn(form: Form, axis: int, pairs: int) -> tuple[Heads, torch.Tensor, torc
     shapes = ((ROWS, TOKENS, count, HEAD_DIM) for count in HEADS[: form.tensors])
     heads = [torch.randn(shape, generator=draw) for shape in shapes]
     angles = torch.randn(2, 1, TOKENS, pairs, generator=draw)
-    cos, sin = (TABLES[form.table].of_pairs(angle) for angle in angles)
+    cos, sin = (TABLES[form.table].by_pairs(angle) for angle in angles)
     return tuple(x.transpose(1, 2) if axis == 1 else x for x in heads), cos, sin

@@ -50,7 +50,7 @@ class RecordedPeaks:
         self._few, self._more = few, min((n for n in rows if n > few), default=few)
         by_layers = sorted(levels, key=self._recomputed)
         self._least, self._most = by_layers[0], by_layers[-1]
-        self._known: dict[Point, Peaks] = {}
+        self._recorded: dict[Point, Peaks] = {}
         self._shares: dict[Hashable, float] = {}
 
     def of(self, plan: StepPlan) -> Peaks:
@@ -59,13 +59,13 @@ class RecordedPeaks:
         for point, weight in self._weights(plan):
             sums[point] = sums.get(point, 0.0) + weight
         weights = {point: weight for point, weight in sums.items() if weight}
-        missing = [point for point in weights if point not in self._known]
+        missing = [point for point in weights if point not in self._recorded]
         plans = [replace(self._plan, **point._asdict()) for point in missing]
         if plans:
-            self._known |= dict(zip(missing, self._record(plans), strict=True))
-        found = combined((self._known[point], weight) for point, weight in weights.items())
+            self._recorded |= dict(zip(missing, self._record(plans), strict=True))
+        peaks = combined((self._recorded[point], weight) for point, weight in weights.items())
         share = self._shares.get(_kind(plan), 1.0)
-        return replace(combined([(found, share)]), work=found.work)
+        return replace(combined([(peaks, share)]), work=peaks.work)
 
     def correct(self, plan: StepPlan, recorded: Peaks) -> None:
         """Correct the lines by the recording of a plan."""
@@ -84,21 +84,21 @@ class RecordedPeaks:
         levels = list(self._levels(plan))
         for level, share in levels:
             point = first._replace(activation_checkpointing=level)
-            for rows, of_rows in self._rows(plan):
-                yield point._replace(micro_batch_size=rows), share * of_rows
+            for rows, row_share in self._rows(plan):
+                yield point._replace(micro_batch_size=rows), share * row_share
         if plan.offload_activations != common.offload_activations:
             if len(levels) == 2:  # a recomputed layer shares the window with others
-                for rows, of_rows in self._rows(plan):
-                    one = of_rows / self._num_layers
+                for rows, row_share in self._rows(plan):
+                    one = row_share / self._num_layers
                     yield Point(rows, self._least, *first[2:]), one
                     yield Point(rows, self._most, *first[2:]), -one
             for level, share in levels:
                 point = Point(self._more, level, *first[2:])
-                away = (
+                offloaded_share = (
                     share * self._offloaded_share(plan, level) * plan.micro_batch_size / self._more
                 )
-                yield point._replace(offload_activations=True), away
-                yield point, -away
+                yield point._replace(offload_activations=True), offloaded_share
+                yield point, -offloaded_share
         kept = first._replace(reshard_after_forward=plan.reshard_after_forward)
         moved = plan.offload_layers != common.offload_layers
         share = plan.offload_layers / self._num_layers if moved else 0.0
@@ -110,9 +110,9 @@ class RecordedPeaks:
         if self._more == self._few:
             yield self._few, plan.micro_batch_size / self._few
             return
-        place = (plan.micro_batch_size - self._few) / (self._more - self._few)
-        yield self._few, 1 - place
-        yield self._more, place
+        more_share = (plan.micro_batch_size - self._few) / (self._more - self._few)
+        yield self._few, 1 - more_share
+        yield self._more, more_share
 
     def _levels(self, plan: StepPlan) -> Iterator[tuple[Recomputation, float]]:
         """Yield the two levels around a plan's, with their shares."""
@@ -126,12 +126,12 @@ class RecordedPeaks:
     def _offloaded_share(self, plan: StepPlan, level: Recomputation) -> float:
         """Return the offloaded share of a level's layers of one kind."""
         chosen = plan.activation_checkpointing
-        away = activation_offload_layers(
+        offloaded = activation_offload_layers(
             plan.offload_activations, recomputation=chosen, num_layers=self._num_layers
         )
         wanted = level == self._most
         like = [x for x in range(self._num_layers) if is_recomputed(chosen, x) == wanted]
-        return len({*away} & {*like}) / len(like) if like else 0.0
+        return len({*offloaded} & {*like}) / len(like) if like else 0.0
 
 
 def _kind(plan: StepPlan) -> Hashable:

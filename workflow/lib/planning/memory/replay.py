@@ -120,10 +120,10 @@ class CachingAllocator:
 
     def _grown(self, pool: _Pool, size: int) -> Block:
         """Return a free block of at least `size` bytes with newly taken pages."""
-        asked = _reserved_bytes(size)
-        if self._limit is not None and self.reserved + asked > self._limit:
+        segment_bytes = _reserved_bytes(size)
+        if self._limit is not None and self.reserved + segment_bytes > self._limit:
             self.empty_cache()
-            self.lacking = max(self.lacking, self.reserved + asked - self._limit)
+            self.lacking = max(self.lacking, self.reserved + segment_bytes - self._limit)
         block = _first_room(pool, size)
         if not block.mapped:
             block = self._map(block, min(block.size, size))
@@ -197,13 +197,13 @@ def _first_room(pool: _Pool, size: int) -> Block:
 
 def _split(block: Block, size: int) -> Block:
     """Cut a block after `size` bytes; return the rest, which is linked but in no list."""
-    rest = Block(
+    remainder = Block(
         block.address + size, block.size - size, block.pool, block.mapped, False, block, block.next
     )
     if block.next is not None:
-        block.next.previous = rest
-    block.next, block.size = rest, size
-    return rest
+        block.next.previous = remainder
+    block.next, block.size = remainder, size
+    return remainder
 
 
 def _give_back(block: Block) -> Block:
@@ -266,16 +266,18 @@ def replay(tape: Tape, *, limit_bytes: int | None = None) -> Replay:
 def _terms(tape: Tape, moments: dict[str, int]) -> dict[str, Terms]:
     """Return the bytes by term after the event at the peak moment of each phase."""
     wanted = {index: name for name, index in moments.items()}
-    found: dict[str, Terms] = {name: {} for name in moments}
-    there: Terms = {}
+    terms_by_phase: dict[str, Terms] = {name: {} for name in moments}
+    live_terms: Terms = {}
     for index, event in enumerate(tape.events):
         if isinstance(event, int) and tape.streams[tensor := max(event, ~event)] != HOST:
             size = rounded(tape.sizes[tensor])
             term = tape.terms[tensor]
-            there[term] = there.get(term, 0) + (size if event >= 0 else -size)
+            live_terms[term] = live_terms.get(term, 0) + (size if event >= 0 else -size)
         if index in wanted:
-            found[wanted[index]] = {term: size for term, size in there.items() if size}
-    return found
+            terms_by_phase[wanted[index]] = {
+                term: size for term, size in live_terms.items() if size
+            }
+    return terms_by_phase
 
 
 def page_locked(size: int) -> int:
@@ -286,10 +288,10 @@ def page_locked(size: int) -> int:
 
 def _host_bytes(tape: Tape) -> int:
     """Return the page-locked bytes of a tape."""
-    there = most = 0
+    live_bytes = most = 0
     for event in tape.events:
         if isinstance(event, int) and tape.streams[tensor := max(event, ~event)] == HOST:
             size = page_locked(tape.sizes[tensor])
-            there += size if event >= 0 else -size
-            most = max(most, there)
+            live_bytes += size if event >= 0 else -size
+            most = max(most, live_bytes)
     return most

@@ -102,12 +102,13 @@ def certain_lack(shape: ModelShape, plan: StepPlan, machine: Machine, limits: Bu
     slices = [packed_bytes(layer.linears, plan) // plan.shards for layer in layers]
     locked = _least_locked(slices, offloaded=sum(slices) - free)
     needed = host_bytes(shape, plan, machine, Peaks({}, host_bytes=locked))
-    there = limits.host_capacity_bytes
-    if there is None or needed <= there:
+    capacity_bytes = limits.host_capacity_bytes
+    if capacity_bytes is None or needed <= capacity_bytes:
         return None
     return (
         f"each GPU holds {free / GIB:.2f} of {sum(slices) / GIB:.2f} GiB of packed weights; with "
-        f"the rest in host memory a node needs {needed / GIB:.2f} GiB and has {there / GIB:.2f}"
+        f"the rest in host memory a node needs {needed / GIB:.2f} GiB and has "
+        f"{capacity_bytes / GIB:.2f}"
     )
 
 

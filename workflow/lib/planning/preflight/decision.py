@@ -97,13 +97,16 @@ def remedies(
     the smallest, and each is recorded."""
     kinds = sorted(
         filter(None, _options(shape, plan, machine, global_batch_size=global_batch_size)),
-        key=_place,
+        key=_remedy_order,
     )
 
     def judged(option: Option, peaks: Peaks) -> Remedy:
         change, changed = option
-        there = replace(machine, processes=changed.processes)
-        limits, host = budget(hardware, there), host_bytes(shape, changed, there, peaks)
+        changed_machine = replace(machine, processes=changed.processes)
+        limits, host = (
+            budget(hardware, changed_machine),
+            host_bytes(shape, changed, changed_machine, peaks),
+        )
         room = limits.host_capacity_bytes is None or host <= limits.host_capacity_bytes
         return Remedy(change, peaks.allocated_bytes, limits.holds(peaks.allocated_bytes) and room)
 
@@ -118,9 +121,9 @@ def remedies(
 
     fitting, helpful = list[Remedy](), list[Remedy]()
     for first in range(0, len(kinds), most):
-        some = kinds[first : first + most]
-        largest = record([options[-1][1] for options in some])
-        for options, peaks in zip(some, largest, strict=True):
+        attempts = kinds[first : first + most]
+        largest = record([options[-1][1] for options in attempts])
+        for options, peaks in zip(attempts, largest, strict=True):
             helpful.append(judged(options[-1], peaks))
             if helpful[-1].fits and len(fitting) < most:
                 fitting.append(smallest(options, peaks))
@@ -136,7 +139,7 @@ def _size(plan: StepPlan) -> float:
     return rows + plan.rank + 1 / plan.processes - plan.offload_layers
 
 
-def _place(options: Sequence[Option]) -> int:
+def _remedy_order(options: Sequence[Option]) -> int:
     """The rank of a kind of change among all, the nearest first."""
     setting = options[0][0].split(" = ")[0]
     assert setting in NEAREST, f"{setting} has no place among the remedies"
@@ -158,7 +161,7 @@ def _options(
     ]
     yield from ([option] for option in _switches(plan))
     where = circumstances(shape, machine)
-    yield from (_of_option(option, plan, where) for option in TABLE)
+    yield from (_option_remedies(option, plan, where) for option in TABLE)
     lengths = _halves(plan.seq_len, SHORTEST_ROW)
     yield [(f"data.seq_len = {n} (tokenizes again)", replace(plan, seq_len=n)) for n in lengths]
     processes = "hardware.gpus" if machine.device == "cuda" else "hardware.cpu_processes"
@@ -170,7 +173,7 @@ def _options(
     yield [(f"lora.r = {r}", replace(plan, rank=r)) for r in _halves(plan.rank, SMALLEST_RANK)]
 
 
-def _of_option(option: MemoryOption, plan: StepPlan, where: Circumstances) -> list[Option]:
+def _option_remedies(option: MemoryOption, plan: StepPlan, where: Circumstances) -> list[Option]:
     """Return the changes to higher values of a memory option, as far as they are allowed."""
     values: Iterable[Value] = ()
     if option.fewest:
@@ -308,16 +311,16 @@ def decide(
         keep_checkpoints=run.train.keep_checkpoints + len(run.export.steps),
         keep_best=run.train.select == "best",
     )  # fmt: skip
-    lack = None
+    reason = None
     if chosen.lacking_bytes > 0:
-        lack = _reason(chosen, limits, shape, machine)
+        reason = _reason(chosen, limits, shape, machine)
         if advise:
-            lack += f". {_advice(run, shape, machine, chosen, record)}"
-    lack = lack or _host_lack(chosen, limits, machine)
-    lack = lack or _disk_lack(disk["checkpoints"] + disk["adapter"], disk_free_bytes)
+            reason += f". {_advice(run, shape, machine, chosen, record)}"
+    reason = reason or _host_lack(chosen, limits, machine)
+    reason = reason or _disk_lack(disk["checkpoints"] + disk["adapter"], disk_free_bytes)
     return Decision(
-        fits=lack is None,
-        reason=lack or _reason(chosen, limits, shape, machine),
+        fits=reason is None,
+        reason=reason or _reason(chosen, limits, shape, machine),
         chosen=chosen,
         candidates=options,
         rows=rows,

@@ -76,16 +76,16 @@ def _seconds(
     decision: Decision, shape: ModelShape, chosen: Candidate, tokens: TokenCounts
 ) -> tuple[step_time.Parts | None, step_time.Spread | None]:
     """Seconds of a micro-batch by their use, and their range; None if the speed is unknown."""
-    if not decision.speed.known or not chosen.peaks.work.phases:
+    if not decision.speed.measured or not chosen.peaks.work.phases:
         return None, None
-    asked: dict[str, Any] = {
+    step_facts: dict[str, Any] = {
         "work": chosen.peaks.work,
         "plan": chosen.plan,
         "num_layers": shape.num_layers,
         "trained_share": tokens.trained_share,
         "micro_batches": decision.rows // chosen.plan.micro_batch_size,
     }
-    return decision.speed.parts(**asked), decision.speed.spread(**asked)
+    return decision.speed.parts(**step_facts), decision.speed.spread(**step_facts)
 
 
 def _followed_plan(

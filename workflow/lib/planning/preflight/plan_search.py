@@ -128,8 +128,8 @@ def candidates(question: Question, plan: StepPlan, choices: Choices) -> list[Can
             unasked.append(tried)
         else:
             options += _with_fewest_layers(question, tried, choices, unasked=False)
-    here = (x for x in options if x.fits and not takes_host_memory(x.plan))
-    fastest_s = min((option.step_s for option in here), default=math.inf)
+    on_device = (x for x in options if x.fits and not takes_host_memory(x.plan))
+    fastest_s = min((option.step_s for option in on_device), default=math.inf)
     for tried in unasked:
         # Copies to the host make nothing faster, and the recording without them is known.
         without = tried.changed({x.field: x.off for x in TABLE if x.on_host and x.of(tried)})
@@ -230,10 +230,10 @@ def choose(options: list[Candidate], *, device: str) -> Candidate:
     return _fastest([candidate for candidate in near if demands(candidate.plan) == least])
 
 
-def is_worth_recording(candidate: Candidate, known: Candidate) -> bool:
+def is_worth_recording(candidate: Candidate, recorded: Candidate) -> bool:
     """Whether a candidate is less demanding than a known one that fits, or faster by 3% or more."""
-    less = demands(candidate.plan) < demands(known.plan)
-    return less or candidate.step_s < known.step_s / (1 + NEGLIGIBLE)
+    less = demands(candidate.plan) < demands(recorded.plan)
+    return less or candidate.step_s < recorded.step_s / (1 + NEGLIGIBLE)
 
 
 def _fastest(alike: list[Candidate]) -> Candidate:

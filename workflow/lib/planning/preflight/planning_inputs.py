@@ -106,17 +106,21 @@ def training_attention(
     """Return training's attention, with its reason. needs: of the model (`attention_needs`). Raises
     `UserError` if a set one cannot run there."""
     needs = needs.with_dropout(model.attention_dropout)
-    there: Any = {
+    circumstances: Any = {
         "cuda": machine.device == "cuda",
         "bfloat16": machine.bfloat16,
         "compute_dtype": compute_dtype(model, machine),
     }
     if model.attention != "auto":
-        lack = attention_obstacle(model.attention, needs, **there)
-        if lack is not None:
-            raise setting_error("model.attention", model.attention, lack, "Set it to auto or eager")
+        obstacle = attention_obstacle(model.attention, needs, **circumstances)
+        if obstacle is not None:
+            raise setting_error(
+                "model.attention", model.attention, obstacle, "Set it to auto or eager"
+            )
         return AttentionChoice(model.attention, BY_SETTING)
-    return automatic_attention(needs, flash_package=machine.flash_attention, training=True, **there)
+    return automatic_attention(
+        needs, flash_package=machine.flash_attention, training=True, **circumstances
+    )
 
 
 def attention_needs(shape: ModelShape) -> AttentionNeeds:

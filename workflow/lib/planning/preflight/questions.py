@@ -84,19 +84,19 @@ class _LengthLines:
     record: Recorder
     short: int
     long: int
-    known: dict[str, Peaks] = field(default_factory=dict)
+    recorded: dict[str, Peaks] = field(default_factory=dict)
 
     def peaks(self, plans: Sequence[StepPlan]) -> list[Peaks]:
         """Return the peaks of plans, between (or beyond) those of the same at the two lengths."""
         ends = [replace(plan, seq_len=n) for plan in plans for n in (self.short, self.long)]
-        new = {str(end): end for end in ends if str(end) not in self.known}
-        self.known |= zip(new, self.record.peaks(list(new.values())), strict=True)
+        new = {str(end): end for end in ends if str(end) not in self.recorded}
+        self.recorded |= zip(new, self.record.peaks(list(new.values())), strict=True)
         return [self._between(plan) for plan in plans]
 
     def _between(self, plan: StepPlan) -> Peaks:
-        place = (plan.seq_len - self.short) / max(1, self.long - self.short)
-        ends = ((self.short, 1 - place), (self.long, place))
-        return combined((self.known[str(replace(plan, seq_len=n))], share) for n, share in ends)
+        long_share = (plan.seq_len - self.short) / max(1, self.long - self.short)
+        ends = ((self.short, 1 - long_share), (self.long, long_share))
+        return combined((self.recorded[str(replace(plan, seq_len=n))], share) for n, share in ends)
 
     def tape(self, plan: StepPlan) -> Tape:
         return self.record.tape(plan)
@@ -111,29 +111,29 @@ def longest(planned: PlannedRun) -> Forecast | None:
     lines = _LengthLines(planned.record, lengths[len(lengths) // 8], lengths[-1])
     recorded = replace(planned.with_fewest_rows(), record=lines)
     by_lines = replace(recorded, estimate=True)
-    found: Forecast | None = None
+    longest_forecast: Forecast | None = None
 
-    def at(place: int, run: PlannedRun) -> Forecast | None:
-        decision, forecast = run.with_rows_of(lengths[place]).predicted()
+    def at(index: int, run: PlannedRun) -> Forecast | None:
+        decision, forecast = run.with_rows_of(lengths[index]).predicted()
         return forecast if decision.fits else None
 
-    place = bisect_left(range(len(lengths)), True, key=lambda x: at(x, by_lines) is None) - 1
+    index = bisect_left(range(len(lengths)), True, key=lambda x: at(x, by_lines) is None) - 1
     if planned.estimate:
-        return at(place, planned.with_fewest_rows()) if place >= 0 else None
-    fits, fails = -1, len(lengths)  # the last place known to fit, and the first not to
-    place, stride = max(place, 0), max(1, place // 100)
+        return at(index, planned.with_fewest_rows()) if index >= 0 else None
+    fits, fails = -1, len(lengths)  # the last length that fits, and the first not to
+    index, stride = max(index, 0), max(1, index // 100)
     while fails - fits > max(1, fits // 100):
-        if (held := at(place, recorded)) is not None:
-            fits, found = place, held
+        if (held := at(index, recorded)) is not None:
+            fits, longest_forecast = index, held
         else:
-            fails = place
+            fails = index
         below, above = max(0, fails - stride), min(len(lengths) - 1, fits + stride)
-        place = below if fits < 0 else above if fails == len(lengths) else (fits + fails) // 2
+        index = below if fits < 0 else above if fails == len(lengths) else (fits + fails) // 2
         stride *= 2
-    if found is None:
+    if longest_forecast is None:
         return None
     # Time is not linear in the length.
-    return at(fits, planned.with_fewest_rows()) or found
+    return at(fits, planned.with_fewest_rows()) or longest_forecast
 
 
 @dataclass(frozen=True)
@@ -153,13 +153,13 @@ def largest(models: Mapping[str, ModelShape], run_with: Callable[[str], PlannedR
     for name in sorted(models, key=lambda name: -num_weights(models[name])):
         planned = run_with(name)
         try:
-            lack = planned.too_large()
-            decision, found = (None, None) if lack else planned.predicted()
+            reason = planned.too_large()
+            decision, forecast = (None, None) if reason else planned.predicted()
         except UserError as error:
-            decision, lack = None, str(error).splitlines()[0]
+            decision, reason = None, str(error).splitlines()[0]
         if decision is not None and decision.fits:
-            return Largest(name, decision, found, larger)
-        larger[name] = lack or (decision.reason if decision else "")
+            return Largest(name, decision, forecast, larger)
+        larger[name] = reason or (decision.reason if decision else "")
     return Largest(None, None, None, larger)
 
 

@@ -41,30 +41,30 @@ def confirmed(
 ) -> tuple[Candidate, list[Candidate]]:
     """Return the best candidate whose replay fits, and all candidates, corrected by replays;
     search: finds them, by `lines`. If none fits, the one that needs least, replayed too."""
-    known = list[Candidate]()
+    replayed = list[Candidate]()
     while True:
-        options = _with_replays(search(), known)
+        options = _with_replays(search(), replayed)
         chosen = choose(options, device=device)
         if chosen.replayed is not None:
             return chosen, options
-        if fitting := [candidate for candidate in known if candidate.fits]:
+        if fitting := [candidate for candidate in replayed if candidate.fits]:
             best = choose(fitting, device=device)
             if not is_worth_recording(chosen, best):
                 return best, options
-        known.append(recorded(chosen, limits=limits, record=record))
-        lines.correct(chosen.plan, known[-1].peaks)
+        replayed.append(recorded(chosen, limits=limits, record=record))
+        lines.correct(chosen.plan, replayed[-1].peaks)
 
 
-def _with_replays(options: list[Candidate], known: list[Candidate]) -> list[Candidate]:
+def _with_replays(options: list[Candidate], replayed: list[Candidate]) -> list[Candidate]:
     """Return the options, with replayed ones in their places, new ones after them."""
     plans = [candidate.plan for candidate in options]
-    found = list(options)
-    for candidate in known:
+    checked = list(options)
+    for candidate in replayed:
         if candidate.plan in plans:
-            found[plans.index(candidate.plan)] = candidate
+            checked[plans.index(candidate.plan)] = candidate
         else:
-            found.append(candidate)
-    return found
+            checked.append(candidate)
+    return checked
 
 
 def recorded(candidate: Candidate, *, limits: Budget, record: Recorder) -> Candidate:
@@ -72,9 +72,9 @@ def recorded(candidate: Candidate, *, limits: Budget, record: Recorder) -> Candi
     if candidate.plan.device == "cpu":
         (peaks,) = record.peaks([candidate.plan])
         reserved = peaks.allocated_bytes + limits.slack_bytes(peaks.allocated_bytes)
-        found, lacking = Replay(peaks, reserved, 0), reserved - limits.capacity_bytes
+        replayed, lacking = Replay(peaks, reserved, 0), reserved - limits.capacity_bytes
     else:
         allowed = limits.capacity_bytes - limits.outside_allocator_bytes - limits.margin_bytes
-        found = replay(record.tape(candidate.plan), limit_bytes=allowed)
-        lacking = found.lacking_bytes or found.reserved_bytes - allowed
-    return replace(candidate, peaks=found.peaks, replayed=found, lacking_bytes=lacking)
+        replayed = replay(record.tape(candidate.plan), limit_bytes=allowed)
+        lacking = replayed.lacking_bytes or replayed.reserved_bytes - allowed
+    return replace(candidate, peaks=replayed.peaks, replayed=replayed, lacking_bytes=lacking)

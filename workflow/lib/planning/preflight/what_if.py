@@ -136,12 +136,12 @@ def settings_of(
         if key in SAID_BY:
             raise setting_error("--set", change, SAID_BY[key], "Remove it")
         try:
-            document.setdefault(section, {})[name] = given = yaml.safe_load(value)
+            document.setdefault(section, {})[name] = parsed = yaml.safe_load(value)
         except (yaml.YAMLError, TypeError, ValueError) as error:
             raise setting_error(
                 "--set", change, f"it cannot be read ({error})", "Correct it"
             ) from None
-        if (finding := misread_number(value, given)) is not None:
+        if (finding := misread_number(value, parsed)) is not None:
             raise UserError(f"--set {change}: {finding}.")
     nodes = document.get("hardware", {}).get("nodes", 1)
     processes *= nodes if isinstance(nodes, int) and nodes > 0 else 1  # else refused below

@@ -22,7 +22,7 @@ class Speed:
 
     clocks: tuple[Clock, ...]
     basis: str  # basis of the prediction, for people
-    known: bool = True  # otherwise it only ranks plans
+    measured: bool = True  # otherwise it only ranks plans
     cpu: CpuRates = CPU
 
     def parts(self, work: Work, plan: StepPlan, **counts: Any) -> Parts:
@@ -52,7 +52,7 @@ def speed_of(machine: Machine, *, compute_bytes: int = 4) -> Speed:
     if unknown:
         missing = ", ".join(unknown)
         basis = f"unknown: no speed is recorded for {missing} (`{COMMAND}` measures it there)"
-        return Speed(clocks, basis, known=False)
+        return Speed(clocks, basis, measured=False)
     network = "; between nodes 400 Gb/s per GPU are assumed" if machine.nodes > 1 else ""
     basis = "recorded work, at rates " + " and ".join(clock.rates.source for clock in clocks)
     return Speed(clocks, basis + network)
@@ -84,7 +84,7 @@ def _cpu_speed(machine: Machine, *, compute_bytes: int) -> Speed:
             "unknown: this CPU has no matmuls of bfloat16, and how long it takes without was "
             "not measured"
         )
-        return Speed((), basis, known=False)
+        return Speed((), basis, measured=False)
     cpu = replace(cpu, flops=cpu.flops * BFLOAT16_SPEEDUP)
     basis = (
         f"rough: {cpu.flops / 1e9:.0f} GFLOP/s per CPU process in bfloat16, from the "

@@ -66,11 +66,11 @@ class CpuRates:
 
     def probed(self, probe: Probe) -> "CpuRates":
         """Return these, of `PROBED_CPU`, scaled by the same probe of another CPU."""
-        found = probe.ratios(PROBED_CPU)
+        ratios = probe.ratios(PROBED_CPU)
         return CpuRates(
-            self.flops * found.get("matmul", 1.0),
-            self.memory * found.get("memory", 1.0),
-            self.call_s / found.get("python", 1.0),
+            self.flops * ratios.get("matmul", 1.0),
+            self.memory * ratios.get("memory", 1.0),
+            self.call_s / ratios.get("python", 1.0),
             probe.basis,
         )
 
@@ -143,44 +143,44 @@ def rates_of(gpu: GpuModel, probe: Probe | None = None) -> Rates:
     without measurements, by data sheets."""
     if probe is not None:
         return _probed(gpu, probe)
-    known, sheet = MEASURED["NVIDIA H200"], BY_NAME["NVIDIA H200"]
+    h200, sheet = MEASURED["NVIDIA H200"], BY_NAME["NVIDIA H200"]
     if gpu.name in MEASURED:
         return MEASURED[gpu.name]
     computing, moving = gpu.flops / sheet.flops, gpu.bandwidth / sheet.bandwidth
-    flops = {kind: rate * computing for kind, rate in known.flops.items()}
-    flops[kinds.EQUAL] = _of_equal_lengths(gpu, flops)
+    flops = {kind: rate * computing for kind, rate in h200.flops.items()}
+    flops[kinds.EQUAL] = _equal_lengths_flops(gpu, flops)
     return replace(
-        known,
+        h200,
         flops=flops,
-        memory=known.memory * moving,
-        decoding=min(known.decoding, known.memory * moving),
-        host=known.host * gpu.host_bandwidth / sheet.host_bandwidth,
+        memory=h200.memory * moving,
+        decoding=min(h200.decoding, h200.memory * moving),
+        host=h200.host * gpu.host_bandwidth / sheet.host_bandwidth,
         source=f"scaled by data sheets to {gpu.name}, not measured there (`{COMMAND}` does)",
     )
 
 
-def _of_equal_lengths(gpu: GpuModel, flops: Mapping[str, float]) -> float:
+def _equal_lengths_flops(gpu: GpuModel, flops: Mapping[str, float]) -> float:
     served = any(word in gpu.name for word in CUDNN_SERVES)
     return flops[kinds.EQUAL if served else kinds.ATTENTION]
 
 
 def _probed(gpu: GpuModel, probe: Probe) -> Rates:
     """Return an H200's rates, scaled; the table's where the probe lacks or doubts them."""
-    found, table = probe.ratios(PROBED_H200), rates_of(gpu)
-    if attention := [found[name] for name in ATTENTIONS if name in found]:
-        found["attention"] = median(attention)
+    ratios, table = probe.ratios(PROBED_H200), rates_of(gpu)
+    if attention := [ratios[name] for name in ATTENTIONS if name in ratios]:
+        ratios["attention"] = median(attention)
 
     def scaled(name: str, field: str, power: int = 1) -> float:
-        known: float = getattr(H200 if name in found else table, field)
-        return known * found.get(name, 1.0) ** power
+        table_rate: float = getattr(H200 if name in ratios else table, field)
+        return table_rate * ratios.get(name, 1.0) ** power
 
     flops = dict(table.flops)
     for kind in flops:
         name = next((x for x in ("8 bits", "attention") if x in kind), "matmul")
         name = "matmul in 8 bits" if name == "8 bits" else name
-        if name in found:
-            flops[kind] = H200.flops[kind] * found[name]
-    flops[kinds.EQUAL] = _of_equal_lengths(gpu, flops)
+        if name in ratios:
+            flops[kind] = H200.flops[kind] * ratios[name]
+    flops[kinds.EQUAL] = _equal_lengths_flops(gpu, flops)
     return replace(
         table,
         flops=flops,
@@ -192,6 +192,6 @@ def _probed(gpu: GpuModel, probe: Probe) -> Rates:
         collective_launch_s=scaled("python", "collective_launch_s", -1),
         pause_s=scaled("python", "pause_s", -1),
         host=scaled("host", "host"),
-        host_spread=PROBED_SPREAD if "host" in found else table.host_spread,
+        host_spread=PROBED_SPREAD if "host" in ratios else table.host_spread,
         source=probe.basis,
     )

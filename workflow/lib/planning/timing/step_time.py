@@ -75,13 +75,13 @@ class Clock:
             computed = {UPDATE: computed[UPDATE]}
         python_s = _behind_python(launched, computed)
         late = (self._late(sums, plan, num_layers, backward=x) for x in (False, True))
-        of_gpus, of_host = map(sum, zip(*late, strict=True))
+        gpu_s, host_s = map(sum, zip(*late, strict=True))
         return parts | {
             "waiting_for_python": python_s,
             "waiting_for_other_gpus": sums[EXPOSED, False]
             + sums[EXPOSED, True]
-            + max(0.0, of_gpus - max(0.0, python_s - of_host)),
-            "waiting_for_the_host": max(0.0, of_host - python_s),
+            + max(0.0, gpu_s - max(0.0, python_s - host_s)),
+            "waiting_for_the_host": max(0.0, host_s - python_s),
             "waiting_between_steps": 0.0 if ahead else self.rates.pause_s / micro_batches,
         }
 
@@ -140,8 +140,8 @@ class Clock:
         return amount.calls * seconds
 
     def _host_bandwidth(self, plan: StepPlan) -> float:
-        of_all = HOST_MEMORY_BANDWIDTH / min(plan.processes, self.fabric.gpus_per_node)
-        return min(self.rates.host, of_all)
+        process_bandwidth = HOST_MEMORY_BANDWIDTH / min(plan.processes, self.fabric.gpus_per_node)
+        return min(self.rates.host, process_bandwidth)
 
     def _late(
         self, sums: _Sums, plan: StepPlan, num_layers: int, *, backward: bool
