@@ -1,6 +1,5 @@
 """Folders, keys and what each stage reads: what must and must not make a stage run again."""
 
-import json
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,11 +15,12 @@ from workflow.lib.artifacts.layout import (
     dataset_dir,
     dataset_key,
     fingerprint,
+    free_report_settings,
+    free_settings,
     model_dir,
     model_key,
-    recorded_json,
-    report_json,
-    stage_json,
+    report_settings,
+    settings_path,
     stage_settings,
     token_arrays,
     tokens_dir,
@@ -37,12 +37,7 @@ from workflow.lib.settings.effects import Stage
 from workflow.lib.settings.overrides import merge
 
 ROOT = Path(__file__).resolve().parents[2]
-# Stages that receive settings as JSON; the others are told by options alone.
-STAGES = [
-    stage
-    for stage in get_args(Stage)
-    if stage not in ("check_gguf", "require_gain", "render_report")
-]
+STAGES = [stage for stage in get_args(Stage) if stage != "render_report"]
 
 KEYS = {
     "model": model_key,
@@ -150,8 +145,7 @@ def test_every_setting_says_what_it_affects_and_who_reads_it():
         f"{name}.{key}"
         for name, section in {**SECTIONS, "report": ReportConfig}.items()
         for key in section.model_fields
-        if section.affected_by(key).effect is None
-        or not (section.affected_by(key).read_by or section.affected_by(key).told)
+        if section.affected_by(key).effect is None or not section.affected_by(key).stages
     ]
     assert silent == []
     said = {place: SECTIONS[place[0]].affected_by(place[1]).effect for place in SETTINGS}
@@ -164,12 +158,16 @@ def test_every_setting_says_what_it_affects_and_who_reads_it():
     [("sft", None), ("distill", None), ("dpo", "pairs"), ("orpo", "pairs"), ("kto", "rated")],
 )
 def test_tokens_are_told_which_examples_an_objective_needs(objective, examples):
-    run = run_with("train", objective=objective)
-    for settings in (
-        stage_settings("tokenize_dataset", run),
-        json.loads(recorded_json("tokenize_dataset", run)),
-    ):
-        assert settings.get("examples") == examples
+    settings = stage_settings("tokenize_dataset", run_with("train", objective=objective))
+    assert settings.get("examples") == examples
+
+
+def test_evaluation_depends_on_the_models_that_it_measures_and_not_on_why():
+    plain = run_with()
+    named = run_with("evaluate", subjects=["tuned", "base", "original"], served="tuned")
+    assert stage_settings("evaluate_run", plain) == stage_settings("evaluate_run", named)
+    merged = run_with("export", merged=True)
+    assert stage_settings("evaluate_run", merged)["evaluate"]["served"] == "merged"
 
 
 def test_objectives_of_the_same_examples_share_tokens():
@@ -178,26 +176,34 @@ def test_objectives_of_the_same_examples_share_tokens():
     assert len({*keys.values()}) == 3
 
 
+# What follows from other settings: which examples there are, and which models are measured.
+FOLLOWS = {
+    ("train", "objective"): {"tokenize_dataset", "evaluate_run"},
+    ("train", "start_from"): {"evaluate_run"},
+    ("preferences", "reference"): {"evaluate_run"},
+    ("export", "merged"): {"evaluate_run", "check_served"},
+    ("export", "serve"): {"evaluate_run", "check_served"},
+}
+
+
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
 def test_editing_a_setting_reruns_exactly_the_stages_that_it_names():
     wrong = []
 
-    def texts(run):
-        return {stage: (recorded_json(stage, run), stage_json(stage, run)) for stage in STAGES}
+    def settings(run):
+        return {s: (stage_settings(s, run), free_settings(s, run)) for s in STAGES}
 
-    default = texts(RunConfig())
-    for name, key in SETTINGS:
-        if name == "tracking":  # which `unrecorded_json` has
-            continue
-        before, after = edited(name, key)
-        affects = SECTIONS[name].affected_by(key)
-        named = {s for s in STAGES if affects.reruns(s) and s in (affects.read_by or ())}
-        then, now = default if before == RunConfig() else texts(before), texts(after)
-        reruns, received = ({s for s in STAGES if then[s][n] != now[s][n]} for n in (0, 1))
-        if key == "objective":  # the tokens have what follows from it: which examples there are
-            reruns, received = reruns - {"tokenize_dataset"}, received - {"tokenize_dataset"}
-        if reruns != named or received != {s for s in STAGES if affects.received_by(s)}:
-            wrong.append((f"{name}.{key}", named, reruns, received))
+    default = settings(RunConfig())
+    for place in SETTINGS:
+        before, after = edited(*place)
+        affects = SECTIONS[place[0]].affected_by(place[1])
+        readers = {stage for stage in STAGES if affects.read_by(stage)}
+        reruns = {stage for stage in readers if affects.reruns(stage)}
+        then, now = default if before == RunConfig() else settings(before), settings(after)
+        changed, free = ({s for s in STAGES if then[s][n] != now[s][n]} for n in (0, 1))
+        follows = FOLLOWS.get(place, set())
+        if changed - follows != reruns - follows or free != readers - reruns:
+            wrong.append((place, reruns, changed, free))
     assert wrong == []
 
 
@@ -222,14 +228,8 @@ def test_setting_without_what_it_needs_affects_nothing():
     assert fingerprint(plain) == fingerprint(run_with("train", matmul_passes="backward"))
 
 
-def test_what_is_recorded_of_defaults_is_what_stages_receive():
-    """So that results from before a key was recorded as its default stay up to date."""
-    for stage in STAGES:
-        assert recorded_json(stage, run_with()) == stage_json(stage, run_with())
-
-
 @pytest.mark.parametrize("stage", STAGES)
-def test_stage_json_does_not_depend_on_the_order_of_keys(stage):
+def test_file_of_settings_does_not_depend_on_the_order_of_keys(stage):
     def reordered(value):
         if not isinstance(value, dict):
             return value
@@ -237,22 +237,19 @@ def test_stage_json_does_not_depend_on_the_order_of_keys(stage):
 
     document = run_with("train", seed=3).model_dump(mode="json")
     assert list(reordered(document)) != list(document)
-    assert stage_json(stage, RunConfig.model_validate(reordered(document))) == stage_json(
-        stage, RunConfig.model_validate(document)
-    )
+    paths = {
+        settings_path(stage, "demo", stage_settings(stage, RunConfig.model_validate(one)))
+        for one in (document, reordered(document))
+    }
+    assert len(paths) == 1
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_stage_json_loads_back_to_the_sections_of_the_stage(stage):
+@pytest.mark.parametrize("stage", [x for x in STAGES if x not in ("evaluate_run", "check_served")])
+def test_settings_of_a_stage_load_back_to_its_sections(stage):
     run = run_with()
-    settings = json.loads(stage_json(stage, run))
-    assert settings == stage_settings(stage, run)
+    settings = stage_settings(stage, run)
     loaded = {name: getattr(run, name).model_validate(value) for name, value in settings.items()}
     assert stage_settings(stage, run.model_copy(update=loaded)) == settings
-
-
-def test_stage_json_is_one_line_without_characters_that_yaml_would_wrap():
-    assert not set("\n\r\t ") & set(stage_json("finetune", run_with()))
 
 
 def test_base_depends_on_tokens_only_if_they_calibrate():
@@ -322,6 +319,6 @@ def test_report_receives_the_settings_that_make_the_same_runs_again():
         "runs": {"a": {"lora": {"r": 4}}, "b": {"train": {"seed": 7}}},
     }
     report, runs = load_config(document)
-    received = json.loads(report_json(report, runs))
+    received = merge(report_settings(report, runs), free_report_settings(runs))
     assert received["runs"] == {"a": {"lora": {"r": 4}}, "b": {"train": {"seed": 7}}}
     assert load_config(received) == (report, runs)

@@ -62,7 +62,7 @@ def test_changed_first_run_is_another_start():
         runs({"a": {"train": {"learning_rate": rate}}, "b": start("a")}) for rate in (1e-3, 1e-4)
     )
     assert layout.fingerprint(one["b"]) != layout.fingerprint(other["b"])
-    assert layout.recorded_json("preflight_run", one["b"]) == layout.recorded_json(
+    assert layout.stage_settings("preflight_run", one["b"]) == layout.stage_settings(
         "preflight_run", runs({"b": {}})["b"]
     )
 

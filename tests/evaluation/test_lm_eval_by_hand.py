@@ -69,7 +69,7 @@ class Measured:
 
 def quantize(folder):
     files = ["--model", str(RESOURCES / "base"), "--output", str(folder)]
-    done = forked_stage("quantize_base", "--config", '{"quantize": {}}', *files)
+    done = forked_stage("quantize_base", *files, config={"quantize": {}})
     assert done.returncode == 0, done.stderr
 
 

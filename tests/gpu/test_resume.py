@@ -17,7 +17,6 @@ import torch
 from tests.gpu import test_stages
 from tests.support.forked_stage import command_line
 from tests.support.settings_examples import demo_runs
-from workflow.lib.artifacts import layout
 from workflow.lib.artifacts.checkpoint_folder import saved_steps
 from workflow.lib.system.files import read_checked_json
 
@@ -37,7 +36,7 @@ def prepare(folder, run):
 def finetune(folder, run="gpu", **inputs):
     """Return the command that trains into `folder`."""
     module = [sys.executable, "-m", "workflow.scripts.finetune"]
-    settings = {"config": layout.stage_json("finetune", RUNS[run]), "run": run}
+    settings = {"config": test_stages.settings_of_stage("finetune", RUNS[run]), "run": run}
     places = {"checkpoints": folder / "checkpoints", "output": folder / "finetune"}
     return [*module, *command_line(settings | inputs | places)]
 

@@ -9,6 +9,7 @@ import torch
 from tests.support.forked_stage import forked_stage
 from tests.support.settings_examples import demo_runs
 from workflow.lib.artifacts import layout
+from workflow.lib.settings.overrides import merge
 from workflow.lib.system.files import read_checked_json
 
 pytestmark = pytest.mark.gpu
@@ -23,9 +24,14 @@ DIVISIONS = {
 RUN = demo_runs({"gpu": {"train": TRAIN}})["gpu"]
 
 
+def settings_of_stage(stage, run):
+    """Return all settings of a stage, as the files of its rule have them together."""
+    return merge(layout.stage_settings(stage, run), layout.free_settings(stage, run))
+
+
 def stage(name, *words, of=RUN, **options):
     """Run one stage of the workflow with the settings of a run; its output is shown if it fails."""
-    done = forked_stage(name, *words, config=layout.stage_json(name, of), **options)
+    done = forked_stage(name, *words, config=settings_of_stage(name, of), **options)
     assert done.returncode == 0, done.stderr[-4000:]
 
 
@@ -78,10 +84,10 @@ def evaluated(folder, division):
     out = folder / division
     out.mkdir()
     stage(
-        "evaluate_run", "--subjects", *RUN.subjects,
+        "evaluate_run",
         of=RUN.model_copy(update={"evaluate": settings}), run="gpu", base=folder / "base",
         adapter=folder / "export" / "adapter", tokens=folder / "tokens", archive=out / "archive",
-        model=layout.model_dir(RUN), served=RUN.served, output=out / "evaluate_run",
+        model=layout.model_dir(RUN), output=out / "evaluate_run",
     )  # fmt: skip
     return read_checked_json(out / "evaluate_run" / "tuned.json")
 

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LIB = sorted((ROOT / "workflow" / "lib").rglob("*.py"))
 PACKAGES = sorted(path.parent for path in LIB if path.name == "__init__.py")
 SCRIPTS = sorted((ROOT / "workflow" / "scripts").glob("[a-z]*.py"))
-RULES = sorted([*(ROOT / "workflow" / "rules").glob("*.smk"), *ROOT.glob("Snakefile")])
+RULES = sorted([*(ROOT / "workflow" / "rules").glob("*.smk"), *ROOT.glob("*/Snakefile")])
 FUNCTIONS = ("common", "inputs")  # files without rules
 STAGES = [path.stem for path in RULES if path.suffix == ".smk" and path.stem not in FUNCTIONS]
 

@@ -9,6 +9,7 @@ from bitsandbytes.nn import Params4bit
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from tests.support.forked_stage import command_line
 from tests.support.mixtures import tiny_mixture
 from tests.support.models import VOCAB, quantized, tiny_llama
 from tests.support.tiny import tiny_tokenizer
@@ -203,9 +204,8 @@ def in_nf4(source, folder, *, dtype, **settings):
 
 
 def quantize(model, output, **settings):
-    words = ["--config", json.dumps({"quantize": settings}), "--model", str(model)]
-    words += ["--output", str(output), "--log", str(output.with_suffix(".log"))]
-    main(parser().parse_args(words))
+    options = {"config": {"quantize": settings}, "model": model, "output": output}
+    main(parser().parse_args(command_line(options | {"log": output.with_suffix(".log")})))
     return output
 
 

@@ -1,7 +1,6 @@
 """The model card: metadata that the hub reads, and facts that are the run's."""
 
 import dataclasses
-import json
 import re
 from typing import Any
 
@@ -232,10 +231,10 @@ def test_card_loads_what_was_evaluated(run, tmp_path, family, quantize):
         said = {"quantization_config": {"quant_method": "fp8"}}
         write_json(model / "config.json", read_json(model / "config.json") | said)
     nf4, adapter = tmp_path / "nf4", tmp_path / "adapter"
-    settings = json.dumps({"quantize": QuantizeConfig(**quantize).model_dump(mode="json")})
-    paths = {"model": model, "output": nf4, "log": tmp_path / "log.txt"}
-    options = [part for name, path in paths.items() for part in (f"--{name}", str(path))]
-    done = forked_stage("quantize_base", "--config", settings, *options)
+    settings = {"quantize": QuantizeConfig(**quantize).model_dump(mode="json")}
+    done = forked_stage(
+        "quantize_base", config=settings, model=model, output=nf4, log=tmp_path / "log.txt"
+    )
     assert done.returncode == 0, done.stderr
     facts = read_record(nf4 / "quantization.json", Quantization)
     tiny_tokenizer(adapter)

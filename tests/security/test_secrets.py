@@ -6,6 +6,7 @@ import stat
 import pytest
 
 from tests.support.canaries import CANARIES
+from tests.support.forked_stage import command_line
 from workflow.scripts.command import run, stage_parser
 
 
@@ -37,7 +38,7 @@ def test_traceback_of_a_defect_masks_the_secrets_it_quotes(tmp_path, monkeypatch
     secret = CANARIES["HF_TOKEN"]
     monkeypatch.setenv("HF_TOKEN", secret)
     log = tmp_path / "stage.log"
-    monkeypatch.setattr("sys.argv", ["stage", "--config", "{}", "--log", str(log)])
+    monkeypatch.setattr("sys.argv", ["stage", *command_line({"config": {}, "log": log})])
 
     def main(args):
         raise RuntimeError(f"request with {secret} to https://me:{secret}@hub.example failed")

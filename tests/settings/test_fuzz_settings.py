@@ -81,7 +81,7 @@ def use(run):
     layout.tokens_dir(run), layout.base_dir(run), layout.model_dir(run), layout.data_files(run)
     layout.fingerprint(run)
     for stage in get_args(Stage):
-        json.loads(layout.stage_json(stage, run))
+        json.dumps([layout.stage_settings(stage, run), layout.free_settings(stage, run)])
 
 
 def read_and_use(document):

@@ -2,7 +2,6 @@
 measured."""
 
 import argparse
-import json
 import subprocess
 from functools import partial
 from types import SimpleNamespace
@@ -10,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 
+from tests.support.forked_stage import command_line
 from tests.support.models import tiny_llama
 from tests.support.preloaded_python import preloaded_python
 from workflow.benchmark.cases import load_benchmark, requests
@@ -43,7 +43,7 @@ def measured(tmp_path_factory):
     }  # fmt: skip
     command = [
         *(preloaded_python(), "-m", "workflow.scripts.benchmark_run"),
-        *("--config", json.dumps({"benchmark": sizes}), "--together", "2"),
+        *command_line({"config": {"benchmark": sizes}, "together": 2}),
         *("--bases", str(folder / "bases"), "--output", str(folder / "lines.jsonl")),
     ]
     subprocess.run(command, check=True)
@@ -84,8 +84,8 @@ def test_unknown_shape_is_one_message_with_the_nearest_models():
 def test_finished_case_is_not_measured_again(tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark_run, "launch", lambda args, ready: UserError(" ".join(ready)))
     output = tmp_path / "lines.jsonl"
-    sizes = json.dumps({"benchmark": {"device": "cpu"}})
-    words = ["--output", str(output), "--config", sizes, "--cases", "flash", "sdpa"]
+    words = command_line({"output": output, "config": {"benchmark": {"device": "cpu"}}})
+    words += ["--cases", "flash", "sdpa"]
     benchmark_run.main(benchmark_run.parser().parse_args(words))
     first, second = read_lines(output)
     write_lines(output, [first | {"status": "measured", "cause": None}, second])

@@ -30,7 +30,11 @@ def model(tmp_path):
 
 def check(model):
     output = model.parent / "check.json"
-    main(argparse.Namespace(model=model, llama_cpp=converters(), output=output))
+    main(
+        argparse.Namespace(
+            model=model, config={"export": {}}, converter=converters(), output=output
+        )
+    )
     return output
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from workflow.lib.artifacts import local_inputs
-from workflow.lib.artifacts.layout import stage_json
+from workflow.lib.artifacts.layout import stage_settings
 from workflow.lib.artifacts.local_inputs import check_local_paths
 from workflow.lib.settings.config import load_config
 from workflow.lib.system.errors import UserError
@@ -45,7 +45,8 @@ def test_file_that_llama_cpp_would_serve_must_be_exported(export):
 def test_without_a_server_all_stages_receive_what_they_did():
     (run,) = runs().values()
     stages = ("consolidate", "convert_gguf", "evaluate_run", "publish_run", "write_card")
-    assert not any('"serve"' in stage_json(stage, run) for stage in stages)
+    settings = [stage_settings(stage, run) for stage in stages]
+    assert not any("serve" in document.get("export", {}) for document in settings)
 
 
 def test_environment_that_is_not_made_is_told_before_anything_runs(tmp_path, monkeypatch):

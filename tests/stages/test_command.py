@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.forked_stage import command_line, settings_file
 from workflow.lib.artifacts.stage_logs import ERRORS_FROM_LOG
 from workflow.lib.system.errors import UserError
 from workflow.scripts.command import LogFile, Terminal, interrupt, only_writer, run, stage_parser
@@ -32,7 +33,7 @@ def _handlers_are_put_back():
 
 def outcome(main, monkeypatch, *options):
     """Run `main` as a stage would; return the exit status, 0 if it returns."""
-    monkeypatch.setattr(sys, "argv", ["stage", "--config", '{"a": [1]}', *options])
+    monkeypatch.setattr(sys, "argv", ["stage", *command_line({"config": {"a": [1]}}), *options])
     assert callable(main)
     try:
         run(main, stage_parser("What it does."))
@@ -156,7 +157,11 @@ def test_log_is_appended_to(monkeypatch, tmp_path):
     ("options", "message"),
     [
         ([], "the following arguments are required: --config"),
-        (["--config", "{"], "argument --config: invalid loads value: '{'"),
+        (
+            ["--config", "pyproject.toml"],
+            "argument --config: pyproject.toml holds no settings (Exp",
+        ),
+        (["--config", "none.json"], "argument --config: none.json holds no settings ([Errno 2]"),
     ],
 )
 def test_wrong_command_line_is_explained(monkeypatch, capsys, options, message):
@@ -165,6 +170,33 @@ def test_wrong_command_line_is_explained(monkeypatch, capsys, options, message):
         run(succeed, stage_parser("What it does."))
     assert caught.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def parsed(words):
+    parser = stage_parser("", needs="tokens", takes="start summary")
+    return parser.parse_args([*command_line({"config": {}}), *words])
+
+
+def test_files_of_settings_complete_each_other():
+    parts = [{"train": {"seed": 1}, "a": 1}, {"train": {"hang_seconds": 2}, "b": [2]}]
+    words = ["--config", *(str(settings_file(part)) for part in parts)]
+    assert stage_parser("").parse_args(words).config == {
+        "train": {"seed": 1, "hang_seconds": 2}, "a": 1, "b": [2],
+    }  # fmt: skip
+
+
+def test_folder_is_named_by_itself_or_by_its_files(tmp_path):
+    for name in ("manifest.json", "train.npy"):
+        (tmp_path / name).touch()
+    for words in ([tmp_path], [tmp_path / "manifest.json", tmp_path / "train.npy"]):
+        assert parsed(["--tokens", *map(str, words)]).tokens == tmp_path
+
+
+def test_option_that_a_rule_names_without_a_value_is_none():
+    args = parsed(["--start", "--summary", "--tokens", "tokens"])
+    assert (args.start, args.summary, args.tokens) == (None, None, Path("tokens"))
+    with pytest.raises(SystemExit):
+        parsed(["--tokens"])
 
 
 @pytest.mark.parametrize("stage", ["download_source", "finetune"])
@@ -195,8 +227,10 @@ def test_garbage_is_looked_for_when_a_stage_works_and_not_while_it_is_imported()
     look = (
         "import gc, sys; sys.argv = ['-m']; import workflow.scripts; found = [gc.isenabled()]\n"
         "from workflow.scripts.command import run, stage_parser\n"
-        "sys.argv = ['stage', '--config', '{}']\n"
-        "run(lambda args: found.append(gc.isenabled()), stage_parser(None)); print(found)"
+        "sys.argv = ['stage']\n"
+        "parser = stage_parser(None, config_required=False)\n"
+        "run(lambda args: found.append(gc.isenabled()), parser)\n"
+        "print(found)"
     )
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", look], cwd=root, capture_output=True, text=True)

@@ -93,7 +93,7 @@ def write_gguf(folder, forms, *, llama_cpp):
             model=folder / "model",
             adapter=folder / "adapter",
             tokens=folder / "tokens",
-            llama_cpp=llama_cpp,
+            converter=llama_cpp,
             output=folder / "convert_gguf",
         )
     )

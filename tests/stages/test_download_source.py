@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoints.files.test_adapter_config import OLD
+from tests.support.forked_stage import settings_file
 from tests.support.hub_server import HubRepo, start_hub
 from tests.support.preflight_examples import TINY
 from tests.support.shared import reserved_ports
@@ -49,7 +50,7 @@ def download(endpoint, output, *, environment=None, options=(), **config):
     """Run the command as a rule does; `output.parent` also holds its log and the hub's cache."""
     request = {"repo_id": "owner/name", "revision": None, "kind": "model", "files": None} | config
     inherited = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
-    arguments = ["--config", json.dumps(request), "--output", str(output)]
+    arguments = ["--config", str(settings_file(request)), "--output", str(output)]
     arguments += ["--log", str(output.parent / "log.txt"), *options]
     hub = {"HF_ENDPOINT": endpoint, "HF_HOME": str(output.parent / "hf_home"), "NO_PROXY": "*"}
     return subprocess.run(
@@ -119,12 +120,15 @@ def test_adapter_is_its_two_files_and_its_settings_are_those_of_the_runs(tmp_pat
     lora = {"r": 64, "alpha": 16.0, "target_modules": ["q_proj", "v_proj"]}
     runs = {"same": {"lora": lora}, "other": {"lora": lora | {"r": 8}}}
     with start_hub({"owner/name": HubRepo(files | JUNK | MODEL)}) as endpoint:
-        options = ["--checks", json.dumps({"trains_here": True, "runs": runs})]
+        options = ["--checks", str(settings_file({"trains_here": True, "runs": runs}))]
         said = download(endpoint, tmp_path / "out", kind="adapter", options=options)
         assert "run other: train.start_from = 'owner/name'" in said.stderr
         assert "lora.r = 8: set it to 64" in said.stderr
         assert not (tmp_path / "out").exists()
-        options = ["--checks", json.dumps({"trains_here": True, "runs": {"same": runs["same"]}})]
+        options = [
+            "--checks",
+            str(settings_file({"trains_here": True, "runs": {"same": runs["same"]}})),
+        ]
         done = download(endpoint, tmp_path / "out", kind="adapter", options=options)
     assert done.returncode == 0, done.stderr
     assert contents(tmp_path / "out").keys() == {*files, "source.json"}
@@ -258,7 +262,7 @@ def test_setting_that_cannot_work_with_the_model_is_refused_before_its_weights_c
     """With settings that work, at the bound itself, workflow/test_hub_run.py downloads one."""
     repo = HubRepo(MODEL | {"config.json": json.dumps(TINY).encode()})
     runs = {"long": {"data": {"seq_len": 131}}}
-    checks = ("--checks", json.dumps({"trains_here": False, "runs": runs}))
+    checks = ("--checks", str(settings_file({"trains_here": False, "runs": runs})))
     with start_hub({"owner/name": repo}) as endpoint:
         message = refusal(endpoint, tmp_path / "out", options=checks)
     assert message.startswith(

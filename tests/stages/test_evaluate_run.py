@@ -39,15 +39,15 @@ def folder(tmp_path_factory):
 
 def evaluate(folder, output, settings, *, scores=None, **sections):
     options = {name: folder / name for name in ("base", "adapter", "merged", "tokens")}
-    options |= {"model": folder / "base-original", "served": "merged", "run": "demo"}
+    options |= {"model": folder / "base-original", "run": "demo"}
     options |= {"archive": output / "archive", "log": output / "log"}
     options |= {"output": output / "evaluation", "chat_template": folder / "template.jinja"}
     options |= {"scores": scores} if scores else {}
     sections = {"model": {}, "train": {}, "preferences": {}, "distill": {}} | sections
-    options["config"] = sections | {"evaluate": settings.model_dump(mode="json")}
+    chosen = {"subjects": MEASURED, "served": "merged"}
+    options["config"] = sections | {"evaluate": settings.model_dump(mode="json") | chosen}
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    subjects = ["--subjects", *MEASURED]
-    return forked_stage("evaluate_run", *subjects, environment=environment, **options)
+    return forked_stage("evaluate_run", environment=environment, **options)
 
 
 def refused(folder, output, settings):

@@ -155,10 +155,11 @@ def test_continued_run_that_resumes_is_bit_equal(prepared, shared_folder):
         update={"train": CONFIG.train.model_copy(update={"start_from": "start"})}
     )
     args = arguments(prepared)
-    args.start, args.lineage = prepared / "start", [{"adapter": "start"}]
+    args.start = prepared / "start"
+    args.config["lineage"] = [{"adapter": "start"}]
     run_distributed(finetune, args, config, world_size=2)
     summary = read_checked_json(args.output / "summary.json")
-    assert summary["lineage"] == args.lineage
+    assert summary["lineage"] == args.config["lineage"]
     earlier = read_checked_json(before / "summary.json")
     assert summary["first_loss"] < earlier["first_loss"]  # the same rows, seen before
     whole = read_whole(args.output / "adapter")

@@ -1,7 +1,6 @@
 """The stage with `quantize.method: calibrated`: what it measures, and how it goes on after a
 kill."""
 
-import json
 import math
 import re
 import shutil
@@ -10,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.support.forked_stage import command_line
 from tests.support.models import tiny_llama
 from tests.support.tiny import tiny_tokenizer
 from tests.support.tokenizing import Stage
@@ -27,10 +27,9 @@ LAYERS = 3
 
 def quantize(folder, output, *, model=None, **settings):
     config = {"quantize": {"method": "calibrated", "calibration_tokens": 1024} | settings}
-    paths = {"--model": model or folder / "model", "--tokens": folder / "tokens"}
-    paths |= {"--output": output, "--log": output.with_suffix(".log")}
-    words = [str(word) for pair in paths.items() for word in pair]
-    main(parser().parse_args(["--config", json.dumps(config), *words]))
+    options = {"config": config, "model": model or folder / "model", "tokens": folder / "tokens"}
+    options |= {"output": output, "log": output.with_suffix(".log")}
+    main(parser().parse_args(command_line(options)))
     return output
 
 

@@ -19,13 +19,13 @@ EVALUATE = {"require": {"heldout_loss": 1.0, "pydocs_mc/acc": 0.5}}
 
 def render(root, *names):
     settings = {name: {"evaluate": EVALUATE} for name in names}
-    config = {"report": {"title": "Report"}, "runs": settings}
     folders = [
         {"folder": str(root / "runs" / name), "tokens": str(root / "tokens" / f"{name}-data")}
         for name in names
     ]
+    config = {"report": {"title": "Report"}, "runs": settings, "folders": folders}
     return forked_stage(
-        "render_report", config=config, runs=folders, output=root / "report.html",
+        "render_report", config=config, output=root / "report.html",
         comparison=root / "table.csv", log=root / "log" / "report.log",
     )  # fmt: skip
 

@@ -32,17 +32,17 @@ def folder(tmp_path_factory):
     return folder
 
 
-def score(folder: Path, output: Path, **options: object):
+def score(folder: Path, output: Path, top_k: int = 0, **options: object):
     """Run the stage on the adapter, or on what the options say."""
     given: dict[str, Any] = {"base": folder / "base", "model": folder / "adapter"}
     given |= {"tokens": folder / "tokens", "tokenizer": folder / "base-original"}
-    given |= {"setting": "preferences.reference", "named": "a-run", "output": output}
-    given |= {"config": {"model": {}}} | options
+    scored = {"setting": "preferences.reference", "named": "a-run", "top_k": top_k}
+    given |= {"output": output, "config": {"model": {}, "scored": scored}} | options
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     return forked_stage("score_tokens", environment=environment, **given)
 
 
-def refused(folder: Path, output: Path, **options: object) -> str:
+def refused(folder: Path, output: Path, **options: Any) -> str:
     return refusal_of(score(folder, output, **options), output=output)
 
 

@@ -107,10 +107,9 @@ def arguments(folder: Path) -> argparse.Namespace:
         output=folder / "finetune",
         start=None,
         scores=None,
-        lineage=[],
         timeout_s=TIMEOUT_S,
-        tracking={"tracking": {}},
-        tracking_folder=folder,
+        config={"tracking": {}},
+        tracking=folder,
     )
 
 

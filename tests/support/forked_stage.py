@@ -2,26 +2,38 @@
 
 done = forked_stage("evaluate_run", config={}, log="log")"""
 
+import hashlib
 import json
 import os
 import subprocess
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tests.support.preloaded_python import SETTLED, preloaded_python
+from workflow.lib.system.files import write_text
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def command_line(options: Mapping[str, Any]) -> list[str]:
-    """Return options as words, those that are None left out; of sections their JSON."""
+    """Return options as words, those that are None left out; for settings a file of them."""
     words = []
     for name, value in options.items():
         if value is not None:
-            text = json.dumps(value) if isinstance(value, dict | list) else str(value)
-            words += [f"--{name.replace('_', '-')}", text]
+            word = settings_file(value) if isinstance(value, dict) else value
+            words += [f"--{name.replace('_', '-')}", str(word)]
     return words
+
+
+def settings_file(settings: Mapping[str, Any]) -> Path:
+    """Return a file of a stage's settings."""
+    text = json.dumps(settings)
+    path = Path(tempfile.gettempdir()) / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
+    if not path.exists():
+        write_text(path, text)
+    return path
 
 
 def forked_stage(

@@ -105,7 +105,15 @@ def figures() -> dict[str, int]:
         "share of the largest package, percent": round(100 * max(packages.values()) / whole),
         "lines of the library": whole,
         "names that say nothing": len(empty_names()),
+        "lambdas in rules": sum(text.count("lambda") for text in rules()),
     }
+
+
+def rules() -> list[str]:
+    """Return the Snakefile and the files of rules."""
+    folder = ROOT / "workflow"
+    files = [folder / "Snakefile", *(folder / "rules").glob("*.smk")]
+    return [file.read_text(encoding="utf-8") for file in files]
 
 
 def bounds() -> dict[str, int]:

@@ -63,10 +63,9 @@ def check(folder, form, output, **server):
     evaluate(folder, form, output)
     main(
         argparse.Namespace(
-            config={"evaluate": {"max_new_tokens": 6}, "model": {}},
+            config={"evaluate": {"max_new_tokens": 6, "served": form}, "model": {}},
             python=server.get("python"),
             gguf=server.get("gguf"),
-            served=form,
             model=folder / "model",
             merged=folder / "merged" if form == "merged" else None,
             adapter=folder / "adapter",

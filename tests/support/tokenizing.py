@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from tests.support.forked_stage import settings_file
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.settings.config import DataConfig
 from workflow.scripts.command import stage_parser
@@ -61,7 +62,11 @@ class Stage:
         for option in ("dataset", "tokenizer", "output"):
             parser.add_argument(f"--{option}", type=Path, default=Path())
         parser.add_argument("--processes", type=int)
-        main(parser.parse_args(["--config", json.dumps(self.config(**settings)), *self.options()]))
+        main(
+            parser.parse_args(
+                ["--config", str(settings_file(self.config(**settings))), *self.options()]
+            )
+        )
         return TokenStore.open(self.output)
 
     def options(self) -> list[str]:
@@ -71,7 +76,7 @@ class Stage:
     def command_line(self, **settings: Any) -> list[str]:
         """Return the command that does the same in a process of its own."""
         module = [sys.executable, "-m", "workflow.scripts.tokenize_dataset"]
-        options = ["--config", json.dumps(self.config(**settings)), *self.options()]
+        options = ["--config", str(settings_file(self.config(**settings))), *self.options()]
         return [*module, *options, "--log", str(self.folder / "log" / "tokenize.log")]
 
 

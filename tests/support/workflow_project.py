@@ -26,7 +26,7 @@ from tests.support.preloaded_python import SETTLED, preloaded_python
 from workflow.lib.settings.overrides import merge
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-TARGETS = ("all", "tokenize", "preflight", "train", "evaluate", "report")
+TARGETS = ("all", "default", "tokenize", "preflight", "train", "evaluate", "report")
 ADAPTER = "adapter/adapter_model.safetensors"
 TIMEOUT_S = 1800.0  # of one command, on a busy machine
 

@@ -111,7 +111,7 @@ def test_missing_package_is_told_before_any_process_is_started(monkeypatch, tmp_
     monkeypatch.setattr(finetune, "launch_workers", lambda *_, **__: pytest.fail("it was started"))
     places = dict.fromkeys(("base", "tokens", "preflight", "checkpoints", "output"), tmp_path)
     tracking = {"tracking": {"tensorboard": True}}
-    line = command_line({"config": {}, "run": "demo", "tracking": tracking} | places)
+    line = command_line({"config": tracking, "run": "demo"} | places)
     args = finetune.command_line(None).parse_args(line)
     with pytest.raises(
         UserError, match=r"tracking.tensorboard = true: the package tensorboardX is not"

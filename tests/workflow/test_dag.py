@@ -33,7 +33,7 @@ def once(rules):
     return dict.fromkeys(rules, 1)
 
 
-# One of each kind: what each setting reruns is told by `stage_json` (tests/artifacts).
+# One of each kind: what each setting reruns is in tests/artifacts.
 EDITS: list[tuple[str, dict[str, Any], list[str]]] = [
     ("merged model", {"export": {"merged": True}}, ["consolidate_and_merged", *EVALUATION]),
     ("subjects written out", {"evaluate": {"subjects": ["tuned", "base", "original"]}}, REPORT),
@@ -111,6 +111,27 @@ def test_reordered_keys_and_touched_inputs_run_nothing(project):
     }
     assert list(backwards["train"]) != list(settings["train"])
     project.write_settings(backwards)
+    assert project.planned("all") == {}
+
+
+def settings_files(project):
+    files = (project.root / "results" / "settings").rglob("*.json")
+    return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
+
+
+def test_dry_run_with_other_settings_changes_no_file_of_a_running_workflow(project):
+    """Nor does a second Snakemake: the jobs of the first read their settings when they start."""
+    before, settings = settings_files(project), project.settings
+    project.edit({"train": {"learning_rate": 0.5}, "evaluate": {"samples": 1, "processes": 1}})
+    assert project.planned("all") == once(TRAINING[1:])
+    assert {path: settings_files(project)[path] for path in before} == before
+    project.write_settings(settings)
+    assert project.planned("all") == {}
+
+
+def test_removed_files_of_settings_and_benchmarks_run_nothing(project):
+    for folder in ("settings", "benchmarks"):
+        shutil.rmtree(project.root / "results" / folder)
     assert project.planned("all") == {}
 
 

@@ -32,7 +32,9 @@ ARTIFACTS = {
             "tokenizer.json tokenizer_config.json"
         ),
         "evaluations/*": "heldout-*.json samples-*.json",
+        "benchmarks/*": "*.tsv",
         "report": "comparison.csv report.html",
+        "settings/*": "*.json",
         "tensorboard/demo": "events.out.tfevents.*",
         "runs/demo/consolidate/adapter": (
             "README.md SHA256SUMS adapter_config.json adapter_model.safetensors "

@@ -1,8 +1,9 @@
 # Before all long stages, and no input of the training, which it must not rerun.
 rule check_gguf:
     input:
-        model=lambda w: model_files(RUNS[w.run]),
-        converter=lambda w: [] if RUNS[w.run].export.llama_cpp else layout.CONVERTERS,
+        settings=settings("check_gguf"),
+        model=from_run(model_files),
+        converter=only(lambda run: not run.export.llama_cpp, layout.CONVERTERS),
     output:
         "results/runs/{run}/check_gguf/check.json",
     log:
@@ -12,9 +13,6 @@ rule check_gguf:
     priority: FIRST + 2
     conda:
         "../../envs/gguf.yaml"
-    params:
-        model=lambda w: located(layout.model_dir(RUNS[w.run])),
-        llama_cpp=lambda w, input: input.converter or RUNS[w.run].export.llama_cpp,
     shell:
-        "python -m workflow.scripts.check_gguf --model {params.model:q}"
-        " --llama-cpp {params.llama_cpp:q} --output {output:q} --log {log:q}"
+        "python -m workflow.scripts.check_gguf --config {input.settings:q} --model {input.model[0]:q}"
+        " --converter {input.converter:q} --output {output:q} --log {log:q}"

@@ -12,7 +12,8 @@ from snakemake.logging import logger
 from snakemake.settings.types import DeploymentMethod
 from snakemake.utils import update_config
 
-# A Snakefile from a git host comes without the folders beside it.
+# Snakemake has put the folder of this file first. A Snakefile from a git host comes without the folders beside it.
+sys.path[:0] = map(str, Path(sys.path[0]).parents[1:2])
 if not all(importlib.util.find_spec(name) for name in ("workflow", "workflow.lib")):
     raise WorkflowError(
         "The Snakefile is not in a checkout, and the library that its stages run is not installed. Install it as of the "
@@ -48,6 +49,7 @@ from workflow.lib.settings.yaml_files import check_yaml
 from workflow.lib.system import interrupts
 from workflow.lib.system.environment import SOURCES, use_this_interpreter
 from workflow.lib.system.errors import UserError
+from workflow.lib.system.files import write_text
 from workflow.lib.system.hardware import (
     check_processes_can_work,
     check_writable,
@@ -58,7 +60,7 @@ from workflow.lib.system.hardware import (
 use_this_interpreter(SOURCES)
 
 # Adds a module's `prefix` to a path of `layout`, or logs. Snakemake adds it to inputs and outputs, not to params.
-placed = workflow.modifier.path_modifier.replace_prefix
+with_prefix = workflow.modifier.path_modifier.replace_prefix
 
 if workflow.is_main_process:
     interrupts.end_at_signals()
@@ -67,18 +69,21 @@ if workflow.is_main_process:
 try:
     if workflow.is_main_process:
         check_options(sys.argv)
-    given = as_in_yaml(workflow.config_settings.config)
-    for file in workflow.overwrite_configfiles or [Path("config.yaml")]:
-        if file.exists():
-            check_yaml(file)
+    command_line = as_in_yaml(workflow.config_settings.config)
+    # Files named by --configfile take the place of this one, of which the second name is usual for workflows.
+    USUAL = "config.yaml" if Path("config.yaml").exists() else "config/config.yaml"
+    CONFIG_FILES = [
+        file for file in workflow.overwrite_configfiles or [Path(USUAL)] if file.exists()
+    ]
+    for file in CONFIG_FILES:
+        check_yaml(file)
 except UserError as error:
     raise WorkflowError(str(error)) from None
 
 
-# Another file named by --configfile takes its place.
-if not workflow.overwrite_configfiles:
+if Path(USUAL) in CONFIG_FILES:
 
-    configfile: "config.yaml"
+    configfile: USUAL
 
 
 def shipped(settings):
@@ -91,21 +96,18 @@ def shipped(settings):
     return str(SOURCES / settings) if is_shipped else settings
 
 
-if workflow.modifier.namespace:
-    config |= shipped(config)
-
-config = overridden(config, given)
+config = overridden(shipped(config), command_line)
 
 STARTED = time.time()
-FAILED_JOBS = FailedJobs(Path(placed("logs")), since=STARTED)
+FAILED_JOBS = FailedJobs(Path(with_prefix("logs")), since=STARTED)
 
 
-def located(path):
+def made_or_own(path):
     """Return the path of a folder or file; one that the workflow makes has a module's prefix."""
-    return placed(path) if path in MADE else path
+    return with_prefix(path) if path in MADE else path
 
 
-def users(path):
+def optional_input(path):
     """Return a user's file as input; empty if none is named."""
     return local(path) if path else []
 
@@ -125,10 +127,12 @@ def description_of(config_json):
 
 # Here, since Snakemake shows a traceback for errors of a rule's functions.
 try:
-    check_prefix(placed(""))
+    check_prefix(with_prefix(""))
     if workflow.is_main_process:
-        check_writable([Path(".snakemake"), Path(placed("logs")), Path(placed("results"))])
-    origins = [*workflow.configfiles, *(["--config"] if given else [])]
+        check_writable(
+            [Path(".snakemake"), Path(with_prefix("logs")), Path(with_prefix("results"))]
+        )
+    origins = [*CONFIG_FILES, *(["--config"] if command_line else [])]
     REPORT, RUNS = load_config(config, origin=", ".join(map(str, origins)))
     check_sources(RUNS)
     if workflow.is_main_process and (ineffective := ineffective_settings(config)):
@@ -136,21 +140,23 @@ try:
             f"Without effect above runs:, since every run sets its own: {', '.join(ineffective)}.",
             file=sys.stderr,
         )
-    for name, settings in RUNS.items():
-        check_local_paths(name, settings)
-    RUNS = with_starts(RUNS, placed)
+    for name, run in RUNS.items():
+        check_local_paths(name, run)
+    RUNS = with_starts(RUNS, with_prefix)
     SCORED = scored_models(RUNS)
     MADE = made_folders(RUNS, SCORED)
-    for name, settings in RUNS.items():
+    for name, run in RUNS.items():
         check_model(
             name,
-            settings,
-            folder=Path(located(layout.model_dir(settings))),
-            description=Path(placed(layout.description(settings))),
+            run,
+            folder=Path(made_or_own(layout.model_dir(run))),
+            description=Path(with_prefix(layout.description(run))),
             describe=description_of if is_dry_run(sys.argv) else None,
         )
-        check_records(*(Path(placed(of(settings))) for of in (layout.tokens_dir, layout.base_dir)))
-        tested = settings.evaluate
+        check_records(
+            *(Path(with_prefix(folder(run))) for folder in (layout.tokens_dir, layout.base_dir))
+        )
+        tested = run.evaluate
         if tested.tasks and tested.tasks_dir and not tested.task_code:
             refuse_code(tested.tasks_dir)
 except UserError as error:
@@ -158,7 +164,7 @@ except UserError as error:
 
 if any(word.startswith("--generate-unit-tests") for word in sys.argv):
     for name in RUNS:
-        trained = Path(placed(layout.stage_dir(name, "finetune")))
+        trained = Path(with_prefix(layout.stage_dir(name, "finetune")))
         if not trained.exists():
             raise WorkflowError(
                 f"--generate-unit-tests copies what a run has made, and {trained} is not made yet. "
@@ -168,14 +174,20 @@ if any(word.startswith("--generate-unit-tests") for word in sys.argv):
 # One representative run of each shared artifact, by the artifact's folder name; of tokens the one that
 # allows the fewest rejected rows.
 STRICTEST_LAST = sorted(RUNS.values(), key=lambda run: -run.data.max_rejected_share)
-BY_TOKENS = {Path(layout.tokens_dir(run)).name: run for run in STRICTEST_LAST}
-BY_BASE = {Path(layout.base_dir(run)).name: run for run in RUNS.values()}
-BY_SCORES = {Path(model.scores).name: name for name, model in SCORED.items()}
-BY_MODEL = {Path(layout.description(run)).parent.name: run for run in RUNS.values()}
+SCORES = {Path(model.scores).name: model for model in SCORED.values()}
+# Runs by the wildcard that names their artifact.
+RUNS_OF = {
+    "run": RUNS,
+    "tokens": {Path(layout.tokens_dir(run)).name: run for run in STRICTEST_LAST},
+    "base": {Path(layout.base_dir(run)).name: run for run in RUNS.values()},
+    "scores": {Path(model.scores).name: RUNS[name] for name, model in SCORED.items()},
+    "model": {Path(layout.description(run)).parent.name: run for run in RUNS.values()},
+}
 # The runs that export a form.
 EXPORTING = {
     form: [name for name, run in RUNS.items() if form in run.export.exported] for form in EXPORTS
 }
+EVALUATED = [layout.stage_dir(name, "evaluate_run") for name in RUNS]
 SERVED = [name for name, run in RUNS.items() if run.export.serve != "none"]
 
 # Priority of downloads, tokens and preflight of all runs, before anything expensive: a run that cannot work
@@ -206,24 +218,71 @@ def any_of(names):
 
 
 wildcard_constraints:
-    run=any_of(RUNS),
-    tokens=any_of(BY_TOKENS),
-    base=any_of(BY_BASE),
-    scores=any_of(BY_SCORES),
-    model=any_of(BY_MODEL),
+    **{name: any_of(runs) for name, runs in RUNS_OF.items()},
     kind="model|dataset|adapter|scored",
 
 
-def model_files(run, patterns=MODEL_PATTERNS):
-    """Return the base model's files as inputs: the user's own, or the folder made of them."""
-    folder = layout.model_dir(run)
+def run_of(wildcards):
+    """Return the settings of a job's run; of a shared artifact, those of one of its runs."""
+    return next(runs[wildcards[kind]] for kind, runs in RUNS_OF.items() if kind in wildcards.keys())
+
+
+def from_run(value):
+    """Return a function for a rule: `value` of the job's run."""
+    return lambda wildcards: value(run_of(wildcards))
+
+
+def settings_file(stage, wildcards, settings):
+    """Write the settings of a job unless they are written, and return their file.
+
+    Its name has their hash: it is never changed, neither by a dry run nor by a second Snakemake.
+    """
+    path = layout.settings_path(stage, "-".join(wildcards) or stage, settings)
+    file = Path(with_prefix(path))
+    text = json.dumps(settings, indent=2, sort_keys=True) + "\n"
+    if not file.exists() or file.read_text() != text:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_text(file, text)
+    return path
+
+
+def settings(stage, document=None):
+    """Return the input function for the settings that a stage's result depends on, by default those of its run."""
+    document = document or from_run(partial(layout.stage_settings, stage))
+    return lambda wildcards: settings_file(stage, wildcards, document(wildcards))
+
+
+def free_settings(stage, document=None):
+    """Return the param for the settings that do not change a stage's result.
+
+    Snakemake does not record params that are derived from inputs, so none of them reruns it.
+    """
+    document = document or from_run(partial(layout.free_settings, stage))
+    return lambda wildcards, input: with_prefix(
+        settings_file(stage, wildcards, document(wildcards))
+    )
+
+
+def model_checks(wildcards, output):
+    """Return the file of all runs' settings that wait for this model or adapter, which is compared with them."""
+
+    def waits(run):
+        made = layout.description(run), layout.source_dir(run), layout.start_adapter(run)
+        return any(path and with_prefix(path) == str(output) for path in made)
+
+    runs = {name: run for name, run in RUNS.items() if waits(run)}
+    checks = layout.model_checks(runs, trains_here=on_this_machine())
+    return with_prefix(settings_file("checks", wildcards, checks))
+
+
+def local_inputs(folder, patterns=MODEL_PATTERNS):
+    """Return files as inputs: in a user's folder those that match, or a folder that the workflow makes."""
     return inputs_in(folder, layout.local_files(folder, patterns))
 
 
-def source_files(run):
-    """Return the same of the model in the settings, without added tokens."""
-    folder = layout.source_dir(run)
-    return inputs_in(folder, layout.local_files(folder, MODEL_PATTERNS))
+def model_files(run):
+    """Return the base model's files as inputs."""
+    return local_inputs(layout.model_dir(run))
 
 
 def manifest(run):
@@ -235,38 +294,33 @@ def of_runs(stage, *files, names):
     return [f"{layout.stage_dir(name, stage)}/{file}" for name in names for file in files]
 
 
-def exported(name, form):
-    """Return the folder of a form as input, if the run exports it."""
-    return layout.folder_of_form(name, form) if name in EXPORTING[form] else []
+def form_inputs(forms):
+    """Return the input function for the folders of forms of a run's model, by name, beside base and adapter.
+
+    forms: function of the run.
+    """
+
+    def inputs(wildcards):
+        run = run_of(wildcards)
+        parts = {part for form in forms(run) for part in FORMS[form].parts} - {"base", "adapter"}
+        files = {"model": model_files, "start": start_files}
+        return {
+            part: files[part](run) if part in files else layout.folder_of_form(wildcards.run, part)
+            for part in sorted(parts)
+        }
+
+    return inputs
 
 
-def form_inputs(name, forms):
-    """Return the inputs of a job on forms of a run's model, by folder, beside base and adapter."""
-    parts = {part for form in forms for part in FORMS[form].parts} - {"base", "adapter"}
-    files = {"model": model_files, "start": start_files}
-    return {
-        part: files[part](RUNS[name]) if part in files else layout.folder_of_form(name, part)
-        for part in sorted(parts)
-    }
-
-
-def form_options(run, input):
-    """Return the options of a stage for the folders of `form_inputs`."""
-    folders = {form: input.get(form) for form in EXPORTS} | {
-        "model": located(layout.model_dir(run)) if input.get("model") else None,
-        "start": located(layout.start_adapter(run)) if input.get("start") else None,
-    }
-    return [part for name, path in folders.items() if path for part in (f"--{name}", path)]
-
-
-def evaluations():
-    return [layout.stage_dir(name, "evaluate_run") for name in RUNS]
-
-
-def checks(folder_of, folder):
-    """Return the settings of all runs with this folder, with which the first stages compare the model."""
-    runs = {name: run for name, run in RUNS.items() if folder_of(run) == folder}
-    return layout.checks_json(runs, trains_here=on_this_machine())
+def form_options(_, input):
+    """Return the options of a job for its `form_inputs`."""
+    files = {name: input.get(name) for name in ("model", "start", *EXPORTS)}
+    return [
+        word
+        for name, paths in files.items()
+        if paths
+        for word in (f"--{name}", paths if isinstance(paths, str) else paths[0])
+    ]
 
 
 def on_this_machine():
@@ -274,15 +328,21 @@ def on_this_machine():
     return workflow.local_exec and not workflow.remote_exec
 
 
-def gpus(run):
+def gpus_per_node(run):
     """Return a run's number of GPUs on a node."""
     device, count = requested_processes(run.hardware)
     return count if device == "cuda" else 0
 
 
-def cards(run, *, most=None):
+def gpus_of_job(wildcards, most=None):
     """Return the resource `gpu` of a job on one node; None, which omits it, without GPUs."""
-    return min(gpus(run), most or gpus(run)) or None
+    count = gpus_per_node(run_of(wildcards))
+    return min(count, most or count) or None
+
+
+def leased_gpus(wildcards, resources):
+    """Return the number of GPUs that a job on one node leases."""
+    return resources.get("gpu", 0)
 
 
 # For a cluster's node with an unknown number of cores; `--set-threads` changes it.
@@ -294,17 +354,21 @@ def all_cores(_):
     return workflow.cores if workflow.local_exec else CORES_OF_PREPARATION
 
 
-def cores(run, *, most=None):
+def cores(wildcards, most=None):
     """Return a job's cores: this machine's in proportion to its GPUs, or without GPUs all, so that jobs take turns.
 
     On a cluster a core per process, two per GPU: one launches kernels, one makes batches, checkpoints and heartbeats.
     """
-    count = cards(run, most=most)
+    count = gpus_of_job(wildcards, most)
     if not on_this_machine():
-        return count * CORES_PER_GPU if count else run.hardware.cpu_processes
+        return count * CORES_PER_GPU if count else run_of(wildcards).hardware.cpu_processes
     if not count:
         return workflow.cores
     return max(count, workflow.cores * count // max(count, len(visible_gpus())))
+
+
+# The same for jobs on one GPU.
+one_gpu, cores_of_one_gpu = partial(gpus_of_job, most=1), partial(cores, most=1)
 
 
 # Needs of jobs that train, and of jobs that read the trained model.
@@ -314,25 +378,25 @@ TRAINING, READING = (
 )
 
 
-def requested(name, need, run_of=lambda wildcards: RUNS[wildcards.run]):
+def requested(name, need):
     """Return a job's `mem_mb` (more at every attempt) or `runtime` on a cluster; none on a single machine."""
 
-    def asked(wildcards, input, attempt):
+    def request(wildcards, input, attempt):
         if workflow.local_exec or workflow.remote_exec:
             return None if name == "runtime" else 0
         for path in input:
             # The error of a missing input makes Snakemake ask again later.
             Path(path).stat()
         run = run_of(wildcards)
-        found = need(
+        needs = need(
             run,
-            model=located(layout.model_dir(run)),
-            description=placed(layout.description(run)),
-            manifest=placed(manifest(run)),
+            model=made_or_own(layout.model_dir(run)),
+            description=with_prefix(layout.description(run)),
+            manifest=with_prefix(manifest(run)),
         )
-        return found.runtime if name == "runtime" else found.mem_mb * (1 + attempt) // 2
+        return needs.runtime if name == "runtime" else needs.mem_mb * (1 + attempt) // 2
 
-    return asked
+    return request
 
 
 def forced_trainings():
@@ -360,12 +424,12 @@ onstart:
                 name,
                 run.hardware,
                 here=on_this_machine(),
-                elsewhere=workflow.non_local_exec,
+                elsewhere=not workflow.local_exec,
             )
         if on_this_machine():
             check_processes_can_work()
         for name in forced_trainings():
-            folder = Path(placed(layout.checkpoint_dir(name, RUNS[name])))
+            folder = Path(with_prefix(layout.checkpoint_dir(name, RUNS[name])))
             for line in begin_anew(folder.parent.glob(f"{folder.name}-*")):
                 print(line, file=sys.stderr)
     except UserError as error:
@@ -378,17 +442,19 @@ onstart:
 
 onsuccess:
     for name, run in RUNS.items():
-        lines = closing_lines(Path(placed("results")), name, served=run.served, since=STARTED)
+        lines = closing_lines(
+            Path(with_prefix("results")), name, served=run.served, since=STARTED
+        )
         print("\n".join(lines), file=sys.stderr, end="\n" if lines else "")
 
 
 onerror:
     FAILED_JOBS.show()
     used = {
-        located(path)
+        made_or_own(path)
         for run in RUNS.values()
         for path in (*model_files(run), *layout.data_files(run))
     }
-    skew = from_the_future(map(Path, [*sorted(used), placed("results")]))
+    skew = from_the_future(map(Path, [*sorted(used), with_prefix("results")]))
     if skew is not None:
         print(skew, file=sys.stderr)

@@ -12,38 +12,35 @@ ADAPTER_FILES = [
 # Two rules, one stage: an exported merged model's folder is one more output.
 rule consolidate:
     input:
+        settings=settings("consolidate"),
         finetune=rules.finetune.output,
         summary=rules.finetune.output.summary,
-        base=lambda w: layout.base_dir(RUNS[w.run]),
-        model=lambda w: model_files(RUNS[w.run]),
-        manifest=lambda w: manifest(RUNS[w.run]),
+        base=from_run(layout.base_dir),
+        model=from_run(model_files),
+        manifest=from_run(manifest),
     output:
-        adapter=expand(
-            "results/runs/{{run}}/consolidate/adapter/{file}",
-            file=ADAPTER_FILES,
-        ),
+        adapter=expand("results/runs/{{run}}/consolidate/adapter/{file}", file=ADAPTER_FILES),
         parity="results/runs/{run}/consolidate/parity.json",
     log:
         "logs/consolidate/{run}.log",
+    benchmark:
+        "results/benchmarks/consolidate/{run}.tsv"
     wildcard_constraints:
         run=any_of(run for run in RUNS if run not in EXPORTING["merged"]),
     conda:
         "../../envs/torch.yaml"
-    threads: lambda w: cores(RUNS[w.run])
+    threads: cores
     resources:
-        gpu=lambda w: cards(RUNS[w.run]),
+        gpu=gpus_of_job,
         mem_mb=requested("mem_mb", READING),
         runtime=requested("runtime", READING),
     params:
-        gpus=lambda w, resources: resources.get("gpu", 0),
-        config=lambda w: layout.stage_json("consolidate", RUNS[w.run]),
-        finetune=subpath(input.summary, parent=True),
+        gpus=leased_gpus,
         folder=subpath(output.parity, parent=True),
-        model=lambda w: located(layout.model_dir(RUNS[w.run])),
     shell:
         "python -m workflow.scripts.lease_gpus --count {params.gpus} --log {log:q} --"
-        " python -m workflow.scripts.consolidate --config {params.config:q} --finetune {params.finetune:q}"
-        " --base {input.base:q} --model {params.model:q} --manifest {input.manifest:q}"
+        " python -m workflow.scripts.consolidate --config {input.settings:q} --finetune {input.summary:q}"
+        " --base {input.base:q} --model {input.model[0]:q} --manifest {input.manifest:q}"
         " --output {params.folder:q} --log {log:q}"
 
 

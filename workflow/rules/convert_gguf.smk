@@ -2,16 +2,16 @@
 rule convert_gguf:
     input:
         unpack(
-            lambda w: form_inputs(
-                w.run, [form for form in TRAINED if FORMS[form].gguf in RUNS[w.run].export.gguf_of]
+            form_inputs(
+                lambda run: [form for form in TRAINED if FORMS[form].gguf in run.export.gguf_of]
             )
         ),
+        settings=settings("convert_gguf"),
         adapter=expand("results/runs/{{run}}/consolidate/adapter/{file}", file=ADAPTER_FILES),
-        weights="results/runs/{run}/consolidate/adapter/adapter_model.safetensors",
-        tokens=lambda w: manifest(RUNS[w.run]),
-        arrays=lambda w: layout.token_arrays(RUNS[w.run]),
+        tokens=from_run(manifest),
+        arrays=from_run(layout.token_arrays),
         check="results/runs/{run}/check_gguf/check.json",
-        converter=lambda w: [] if RUNS[w.run].export.llama_cpp else layout.CONVERTERS,
+        converter=only(lambda run: not run.export.llama_cpp, layout.CONVERTERS),
     output:
         directory("results/runs/{run}/convert_gguf"),
     log:
@@ -20,14 +20,10 @@ rule convert_gguf:
         run=any_of(EXPORTING["gguf"]),
     conda:
         "../../envs/gguf.yaml"
-    threads: lambda w: cores(RUNS[w.run], most=1)
+    threads: cores_of_one_gpu
     params:
-        config=lambda w: layout.stage_json("convert_gguf", RUNS[w.run]),
-        adapter=subpath(input.weights, parent=True),
-        tokens=subpath(input.tokens, parent=True),
-        models=lambda w, input: form_options(RUNS[w.run], input),
-        llama_cpp=lambda w, input: input.converter or RUNS[w.run].export.llama_cpp,
+        forms=form_options,
     shell:
-        "python -m workflow.scripts.convert_gguf --config {params.config:q} --run {wildcards.run:q}"
-        " {params.models:q} --adapter {params.adapter:q} --tokens {params.tokens:q}"
-        " --llama-cpp {params.llama_cpp:q} --output {output:q} --log {log:q}"
+        "python -m workflow.scripts.convert_gguf --config {input.settings:q} --run {wildcards.run:q}"
+        " {params.forms:q} --adapter {input.adapter[0]:q}"
+        " --tokens {input.tokens:q} --converter {input.converter:q} --output {output:q} --log {log:q}"

@@ -1,6 +1,6 @@
 rule describe_model:
     input:
-        model=lambda w: model_files(BY_MODEL[w.model]),
+        model=from_run(model_files),
     output:
         "results/models/{model}/description.json",
     log:
@@ -11,11 +11,7 @@ rule describe_model:
         "../../envs/torch.yaml"
     threads: all_cores
     params:
-        model=lambda w: located(layout.model_dir(BY_MODEL[w.model])),
-        # Not recorded, since derived from `output`: it does not change the description.
-        checks=lambda w, output: checks(
-            layout.description, f"results/models/{w.model}/description.json"
-        ),
+        checks=model_checks,
     shell:
-        "python -m workflow.scripts.describe_model --model {params.model:q}"
+        "python -m workflow.scripts.describe_model --model {input.model[0]:q}"
         " --checks {params.checks:q} --output {output:q} --log {log:q}"

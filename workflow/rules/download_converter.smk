@@ -2,6 +2,11 @@ from workflow.lib.settings.evaluate import LLAMA_CPP_RELEASE, LLAMA_CPP_SHA256
 
 
 rule download_converter:
+    input:
+        settings=settings(
+            "download_converter",
+            lambda _: {"release": LLAMA_CPP_RELEASE, "sha256": LLAMA_CPP_SHA256},
+        ),
     output:
         directory(layout.CONVERTERS),
     log:
@@ -9,7 +14,5 @@ rule download_converter:
     priority: FIRST + 2
     conda:
         "../../envs/gguf.yaml"
-    params:
-        config=json.dumps({"release": LLAMA_CPP_RELEASE, "sha256": LLAMA_CPP_SHA256}),
     shell:
-        "python -m workflow.scripts.download_converter --config {params.config:q} --output {output:q} --log {log:q}"
+        "python -m workflow.scripts.download_converter --config {input.settings:q} --output {output:q} --log {log:q}"

@@ -1,15 +1,15 @@
-BY_DOWNLOAD = {
-    f"{kind}/{Path(folder).name}": layout.download_settings(kind, run)
+DOWNLOADS = {
+    folder: layout.download_settings(kind, run)
     for run in RUNS.values()
     for kind, folder in layout.download_dirs(run).items()
-} | {
-    f"scored/{Path(model.model).name}": model.download
-    for model in SCORED.values()
-    if model.download
-}
+} | {model.model: model.download for model in SCORED.values() if model.download}
 
 
 rule download_source:
+    input:
+        settings=settings(
+            "download_source", lambda w: DOWNLOADS[f"results/hub/{w.kind}/{w.download}"]
+        ),
     output:
         directory("results/hub/{kind}/{download}"),
     log:
@@ -20,12 +20,7 @@ rule download_source:
         "../../envs/torch.yaml"
     threads: lambda w: workflow.cores if on_this_machine() else 1
     params:
-        config=lambda w: json.dumps(BY_DOWNLOAD[f"{w.kind}/{w.download}"], sort_keys=True),
-        # Not recorded, since derived from `output`: it does not change the files.
-        checks=lambda w, output: checks(
-            layout.start_adapter if w.kind == "adapter" else layout.source_dir,
-            f"results/hub/{w.kind}/{w.download}",
-        ),
+        checks=model_checks,
     shell:
-        "python -m workflow.scripts.download_source --config {params.config:q}"
+        "python -m workflow.scripts.download_source --config {input.settings:q}"
         " --checks {params.checks:q} --output {output:q} --log {log:q}"

@@ -1,44 +1,40 @@
 rule evaluate_run:
     input:
-        unpack(lambda w: form_inputs(w.run, RUNS[w.run].subjects)),
-        base=lambda w: layout.base_dir(RUNS[w.run]),
+        unpack(form_inputs(lambda run: run.subjects)),
+        settings=settings("evaluate_run"),
+        base=from_run(layout.base_dir),
         adapter=expand("results/runs/{{run}}/consolidate/adapter/{file}", file=ADAPTER_FILES),
-        weights="results/runs/{run}/consolidate/adapter/adapter_model.safetensors",
-        scores=lambda w: evaluated_scores(w.run),
-        tokens=lambda w: manifest(RUNS[w.run]),
-        arrays=lambda w: layout.token_arrays(RUNS[w.run]),
-        tasks=lambda w: task_files(RUNS[w.run]),
-        chat_template=lambda w: users(RUNS[w.run].data.chat_template),
+        scores=lambda w: scores_folder(w) if run_of(w).evaluate.heldout else [],
+        tokens=from_run(manifest),
+        arrays=from_run(layout.token_arrays),
+        tasks=only(
+            lambda run: run.evaluate.tasks_dir,
+            lambda run: local_inputs(run.evaluate.tasks_dir, layout.TASK_PATTERNS),
+        ),
+        chat_template=from_run(lambda run: optional_input(run.data.chat_template)),
     # A file per subject, by the settings.
     output:
         directory("results/runs/{run}/evaluate_run"),
     log:
         "logs/evaluate_run/{run}.log",
+    benchmark:
+        "results/benchmarks/evaluate_run/{run}.tsv"
     conda:
         "../../envs/torch.yaml"
-    threads: lambda w: cores(RUNS[w.run])
+    threads: cores
     resources:
-        gpu=lambda w: cards(RUNS[w.run]),
+        gpu=gpus_of_job,
         mem_mb=requested("mem_mb", READING),
         runtime=requested("runtime", READING),
     params:
-        gpus=lambda w, resources: resources.get("gpu", 0),
-        # Snakemake compares this. It does not record params derived from `output`.
-        recorded=lambda w: layout.recorded_json("evaluate_run", RUNS[w.run]),
-        config=lambda w, output: layout.stage_json("evaluate_run", RUNS[w.run]),
-        adapter=subpath(input.weights, parent=True),
-        tokens=subpath(input.tokens, parent=True),
+        gpus=leased_gpus,
+        forms=form_options,
+        free_settings=free_settings("evaluate_run"),
         # Not an output: Snakemake would delete earlier measurements.
-        archive=placed(layout.EVALUATIONS),
-        subjects=lambda w: list(RUNS[w.run].subjects),
-        served=lambda w: RUNS[w.run].served,
-        models=lambda w, input: evaluated_options(RUNS[w.run], input),
-        chat_template=lambda w, input: (
-            ["--chat-template", *input.chat_template] if input.chat_template else []
-        ),
+        archive=with_prefix(layout.EVALUATIONS),
     shell:
         "python -m workflow.scripts.lease_gpus --count {params.gpus} --log {log:q} --"
-        " python -m workflow.scripts.evaluate_run --config {params.config:q} --run {wildcards.run:q}"
-        " --base {input.base:q} {params.chat_template:q} --adapter {params.adapter:q} --tokens {params.tokens:q}"
-        " --archive {params.archive:q} {params.models:q} --subjects {params.subjects:q} --served {params.served:q}"
-        " --output {output:q} --log {log:q}"
+        " python -m workflow.scripts.evaluate_run --config {input.settings:q} {params.free_settings:q}"
+        " --run {wildcards.run:q} --base {input.base:q} --chat-template {input.chat_template:q}"
+        " --adapter {input.adapter[0]:q} --tokens {input.tokens:q} --archive {params.archive:q}"
+        " {params.forms:q} --scores {input.scores:q} --output {output:q} --log {log:q}"

@@ -2,12 +2,17 @@
 # (`snakemake results/runs/RUN/export_step/STEP`) needs an existing one: it starts no training.
 rule export_step:
     input:
-        tokens=lambda w: manifest(RUNS[w.run]),
-        base=lambda w: layout.base_dir(RUNS[w.run]),
-        model=lambda w: model_files(RUNS[w.run]),
-        start=lambda w: start_files(RUNS[w.run]),
-        scores=lambda w: scores_folder(w.run),
-        finetune=lambda w: of_runs("finetune", "summary.json", names=[w.run]) if is_kept(w) else [],
+        settings=settings("export_step"),
+        tokens=from_run(manifest),
+        base=from_run(layout.base_dir),
+        model=from_run(model_files),
+        start=from_run(start_files),
+        scores=scores_folder,
+        finetune=lambda w: (
+            of_runs("finetune", "summary.json", names=[w.run])
+            if int(w.step) in run_of(w).export.steps
+            else []
+        ),
     output:
         directory("results/runs/{run}/export_step/{step}"),
     log:
@@ -20,13 +25,8 @@ rule export_step:
         mem_mb=requested("mem_mb", READING),
         runtime=requested("runtime", READING),
     params:
-        config=lambda w: layout.stage_json("export_step", RUNS[w.run]),
         checkpoints=checkpoint_folder,
-        adapter_config=lambda w, input: f"{checkpoint_folder(w, input)}/adapter_config.json",
-        model=lambda w: located(layout.model_dir(RUNS[w.run])),
-        summary=lambda w, input, output: ["--summary", input.finetune] if input.finetune else [],
     shell:
-        "python -m workflow.scripts.export_step --config {params.config:q} --step {wildcards.step}"
-        " --checkpoints {params.checkpoints:q} --adapter-config {params.adapter_config:q}"
-        " --base {input.base:q} --model {params.model:q} --manifest {input.tokens:q}"
-        " {params.summary:q} --output {output:q} --log {log:q}"
+        "python -m workflow.scripts.export_step --config {input.settings:q} --step {wildcards.step}"
+        " --checkpoints {params.checkpoints:q} --base {input.base:q} --model {input.model[0]:q}"
+        " --manifest {input.tokens:q} --summary {input.finetune:q} --output {output:q} --log {log:q}"

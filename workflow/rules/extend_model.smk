@@ -1,6 +1,7 @@
 rule extend_model:
     input:
-        model=lambda w: source_files(BY_MODEL[w.model]),
+        settings=settings("extend_model"),
+        model=from_run(lambda run: local_inputs(layout.source_dir(run))),
     output:
         directory("results/extended/{model}"),
     log:
@@ -10,9 +11,6 @@ rule extend_model:
     conda:
         "../../envs/torch.yaml"
     threads: all_cores
-    params:
-        config=lambda w: layout.recorded_json("extend_model", BY_MODEL[w.model]),
-        model=lambda w: located(layout.source_dir(BY_MODEL[w.model])),
     shell:
-        "python -m workflow.scripts.extend_model --config {params.config:q} --model {params.model:q}"
+        "python -m workflow.scripts.extend_model --config {input.settings:q} --model {input.model[0]:q}"
         " --output {output:q} --log {log:q}"

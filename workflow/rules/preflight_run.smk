@@ -1,7 +1,8 @@
 rule preflight_run:
     input:
-        description=lambda w: layout.description(RUNS[w.run]),
-        manifest=lambda w: manifest(RUNS[w.run]),
+        settings=settings("preflight_run"),
+        description=from_run(layout.description),
+        manifest=from_run(manifest),
     output:
         "results/runs/{run}/preflight_run/preflight.json",
     log:
@@ -9,11 +10,10 @@ rule preflight_run:
     priority: FIRST
     conda:
         "../../envs/torch.yaml"
-    threads: lambda w: cores(RUNS[w.run])
+    threads: cores
     params:
-        # Snakemake compares this. It does not record params derived from `output`.
-        recorded=lambda w: layout.recorded_json("preflight_run", RUNS[w.run]),
-        config=lambda w, output: layout.stage_json("preflight_run", RUNS[w.run]),
+        free_settings=free_settings("preflight_run"),
     shell:
-        "python -m workflow.scripts.preflight_run --config {params.config:q} --run {wildcards.run:q}"
-        " --model {input.description:q} --tokens {input.manifest:q} --output {output:q} --log {log:q}"
+        "python -m workflow.scripts.preflight_run --config {input.settings:q} {params.free_settings:q}"
+        " --run {wildcards.run:q} --model {input.description:q} --tokens {input.manifest:q}"
+        " --output {output:q} --log {log:q}"

@@ -1,28 +1,26 @@
 rule quantize_base:
     input:
-        model=lambda w: model_files(BY_BASE[w.base]),
+        settings=settings("quantize_base"),
+        model=from_run(model_files),
         # Neither with absmax: then a base does not wait for tokens.
-        tokens=lambda w: layout.calibration_tokens(BY_BASE[w.base]),
-        text=lambda w: users(layout.calibration_text(BY_BASE[w.base])),
+        tokens=from_run(layout.calibration_tokens),
+        text=from_run(lambda run: optional_input(layout.calibration_text(run))),
     output:
         directory("results/base/{base}"),
     log:
         "logs/quantize_base/{base}.log",
+    benchmark:
+        "results/benchmarks/quantize_base/{base}.tsv"
     conda:
         "../../envs/torch.yaml"
-    threads: lambda w: cores(BY_BASE[w.base], most=1)
+    threads: cores_of_one_gpu
     resources:
-        gpu=lambda w: cards(BY_BASE[w.base], most=1),
-        mem_mb=requested("mem_mb", cluster_request.quantizing, lambda w: BY_BASE[w.base]),
-        runtime=requested("runtime", cluster_request.quantizing, lambda w: BY_BASE[w.base]),
+        gpu=one_gpu,
+        mem_mb=requested("mem_mb", cluster_request.quantizing),
+        runtime=requested("runtime", cluster_request.quantizing),
     params:
-        gpus=lambda w, resources: resources.get("gpu", 0),
-        config=lambda w: layout.recorded_json("quantize_base", BY_BASE[w.base]),
-        model=lambda w: located(layout.model_dir(BY_BASE[w.base])),
-        tokens=lambda w, input: [
-            part for file in input.tokens[:1] for part in ("--tokens", subpath(file, parent=True))
-        ],
+        gpus=leased_gpus,
     shell:
         "python -m workflow.scripts.lease_gpus --count {params.gpus} --log {log:q} --"
-        " python -m workflow.scripts.quantize_base --config {params.config:q}"
-        " --model {params.model:q} {params.tokens:q} --output {output:q} --log {log:q}"
+        " python -m workflow.scripts.quantize_base --config {input.settings:q}"
+        " --model {input.model[0]:q} --tokens {input.tokens:q} --output {output:q} --log {log:q}"

@@ -1,35 +1,41 @@
+def reported_settings(_):
+    """Return the settings of the report, and where it finds each run."""
+    folders = [
+        {
+            "folder": with_prefix(str(layout.RESULTS / "runs" / name)),
+            "tokens": with_prefix(layout.tokens_dir(run)),
+            "gguf": name in EXPORTING["gguf"],
+            "served": name in SERVED,
+        }
+        for name, run in RUNS.items()
+    ]
+    return layout.report_settings(REPORT, RUNS) | {"folders": folders}
+
+
 rule render_report:
     input:
+        settings=settings("render_report", reported_settings),
         preflight=of_runs("preflight_run", "preflight.json", names=RUNS),
         summary=of_runs("finetune", "summary.json", names=RUNS),
         metrics=of_runs("finetune", "metrics.jsonl", names=RUNS),
         parity=of_runs("consolidate", "parity.json", names=RUNS),
-        evaluation=evaluations(),
+        evaluation=EVALUATED,
         gguf=[layout.folder_of_form(name, "gguf") for name in EXPORTING["gguf"]],
-        served=[served_check(name) for name in SERVED],
+        served=of_runs("check_served", "served.json", names=SERVED),
         tokens=[manifest(RUNS[name]) for name in RUNS],
     output:
-        page="results/report/report.html",
-        comparison="results/report/comparison.csv",
+        page=report("results/report/report.html", caption="../report/page.rst", category="All runs"),
+        comparison=report(
+            "results/report/comparison.csv",
+            caption="../report/comparison.rst",
+            category="All runs",
+        ),
     log:
         "logs/render_report/report.log",
     conda:
         "../../envs/report.yaml"
     params:
-        # The report shows every run's settings that differ from the defaults, with which it can be reproduced.
-        config=lambda w, output: layout.report_json(REPORT, RUNS),
-        recorded=layout.recorded_report_json(REPORT, RUNS),  # Snakemake compares this
-        runs=lambda w, input: json.dumps(
-            [
-                {
-                    "folder": subpath(summary, ancestor=2),
-                    "tokens": subpath(manifest, parent=True),
-                    "gguf": name in EXPORTING["gguf"],
-                    "served": name in SERVED,
-                }
-                for name, summary, manifest in zip(RUNS, input.summary, input.tokens, strict=True)
-            ]
-        ),
+        free_settings=free_settings("render_report", lambda _: layout.free_report_settings(RUNS)),
     shell:
-        "python -m workflow.scripts.render_report --config {params.config:q} --runs {params.runs:q}"
+        "python -m workflow.scripts.render_report --config {input.settings:q} {params.free_settings:q}"
         " --output {output.page:q} --comparison {output.comparison:q} --log {log:q}"

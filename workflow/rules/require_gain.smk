@@ -1,7 +1,8 @@
 # After all other stages of all runs, also the report: Snakemake starts no further job after a failure.
 rule require_gain:
     input:
-        evaluation=evaluations(),
+        settings=settings("require_gain", lambda _: REQUIRED),
+        evaluation=EVALUATED,
         cards=of_runs("consolidate", "adapter/README.md", names=RUNS),
         page=rules.render_report.output.page,
     output:
@@ -11,8 +12,7 @@ rule require_gain:
     conda:
         "../../envs/report.yaml"
     params:
-        config=json.dumps(REQUIRED, sort_keys=True),
-        folder=lambda w, input: subpath(input.evaluation[0], ancestor=2),
+        folder=with_prefix("results/runs"),
     shell:
-        "python -m workflow.scripts.require_gain --config {params.config:q} --runs-dir {params.folder:q}"
+        "python -m workflow.scripts.require_gain --config {input.settings:q} --runs-dir {params.folder:q}"
         " --output {output:q} --log {log:q}"

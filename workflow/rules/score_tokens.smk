@@ -1,30 +1,33 @@
 # Only for runs whose objective reads a reference's or a teacher's scores. Runs of a sweep share them.
 rule score_tokens:
     input:
-        tokens=lambda w: manifest(RUNS[BY_SCORES[w.scores]]),
-        arrays=lambda w: layout.token_arrays(RUNS[BY_SCORES[w.scores]]),
-        base=lambda w: SCORED[BY_SCORES[w.scores]].base or [],
-        model=lambda w: scored_files(BY_SCORES[w.scores]),
-        tokenizer=lambda w: model_files(RUNS[BY_SCORES[w.scores]], TOKENIZER_PATTERNS),
+        settings=settings(
+            "score_tokens",
+            lambda w: layout.stage_settings("score_tokens", run_of(w))
+            | {"scored": SCORES[w.scores].facts},
+        ),
+        tokens=from_run(manifest),
+        arrays=from_run(layout.token_arrays),
+        base=lambda w: SCORES[w.scores].base or [],
+        model=lambda w: inputs_in(SCORES[w.scores].model, SCORES[w.scores].files),
+        tokenizer=from_run(lambda run: local_inputs(layout.model_dir(run), TOKENIZER_PATTERNS)),
     output:
         directory("results/scores/{scores}"),
     log:
         "logs/score_tokens/{scores}.log",
+    benchmark:
+        "results/benchmarks/score_tokens/{scores}.tsv"
     conda:
         "../../envs/torch.yaml"
-    threads: lambda w: cores(RUNS[BY_SCORES[w.scores]])
+    threads: cores
     resources:
-        gpu=lambda w: cards(RUNS[BY_SCORES[w.scores]]),
-        mem_mb=requested("mem_mb", READING, lambda w: RUNS[BY_SCORES[w.scores]]),
-        runtime=requested("runtime", READING, lambda w: RUNS[BY_SCORES[w.scores]]),
+        gpu=gpus_of_job,
+        mem_mb=requested("mem_mb", READING),
+        runtime=requested("runtime", READING),
     params:
-        gpus=lambda w, resources: resources.get("gpu", 0),
-        config=lambda w: layout.recorded_json("score_tokens", RUNS[BY_SCORES[w.scores]]),
-        tokens=subpath(input.tokens, parent=True),
-        scored=lambda w: [located(part) for part in SCORED[BY_SCORES[w.scores]].options],
-        tokenizer=lambda w: located(layout.model_dir(RUNS[BY_SCORES[w.scores]])),
+        gpus=leased_gpus,
     shell:
         "python -m workflow.scripts.lease_gpus --count {params.gpus} --log {log:q} --"
-        " python -m workflow.scripts.score_tokens --config {params.config:q} {params.scored:q}"
-        " --tokens {params.tokens:q} --tokenizer {params.tokenizer:q}"
+        " python -m workflow.scripts.score_tokens --config {input.settings:q} --base {input.base:q}"
+        " --model {input.model:q} --tokens {input.tokens:q} --tokenizer {input.tokenizer[0]:q}"
         " --output {output:q} --log {log:q}"

@@ -1,8 +1,9 @@
 rule tokenize_dataset:
     input:
-        data=lambda w: data_files(BY_TOKENS[w.tokens]),
-        tokenizer=lambda w: model_files(BY_TOKENS[w.tokens], TOKENIZER_PATTERNS),
-        chat_template=lambda w: users(BY_TOKENS[w.tokens].data.chat_template),
+        settings=settings("tokenize_dataset"),
+        data=from_run(lambda run: inputs_in(layout.dataset_dir(run), layout.data_files(run))),
+        tokenizer=from_run(lambda run: local_inputs(layout.model_dir(run), TOKENIZER_PATTERNS)),
+        chat_template=from_run(lambda run: optional_input(run.data.chat_template)),
     output:
         manifest="results/tokens/{tokens}/manifest.json",
         arrays=expand("results/tokens/{{tokens}}/{file}", file=layout.ARRAYS),
@@ -15,13 +16,10 @@ rule tokenize_dataset:
         "../../envs/torch.yaml"
     threads: all_cores
     params:
-        # Snakemake compares this. It does not record params derived from `output`.
-        recorded=lambda w: layout.recorded_json("tokenize_dataset", BY_TOKENS[w.tokens]),
-        config=lambda w, output: layout.stage_json("tokenize_dataset", BY_TOKENS[w.tokens]),
+        free_settings=free_settings("tokenize_dataset"),
         folder=subpath(output.manifest, parent=True),
-        model=lambda w: located(layout.model_dir(BY_TOKENS[w.tokens])),
-        dataset=lambda w: located(layout.dataset_dir(BY_TOKENS[w.tokens]) or "."),
+        dataset=from_run(lambda run: made_or_own(layout.dataset_dir(run) or ".")),
     shell:
-        "python -m workflow.scripts.tokenize_dataset --config {params.config:q}"
-        " --dataset {params.dataset:q} --tokenizer {params.model:q}"
+        "python -m workflow.scripts.tokenize_dataset --config {input.settings:q} {params.free_settings:q}"
+        " --dataset {params.dataset:q} --tokenizer {input.tokenizer[0]:q}"
         " --output {params.folder:q} --processes {threads} --log {log:q}"

@@ -1,31 +1,30 @@
 # A stage of its own, so that the card in the adapter's folder has the evaluation's results.
 rule write_card:
     input:
+        settings=settings("write_card"),
         summary=rules.finetune.output.summary,
         adapter_config="results/runs/{run}/consolidate/adapter/adapter_config.json",
-        base=lambda w: layout.base_dir(RUNS[w.run]),
-        manifest=lambda w: manifest(RUNS[w.run]),
+        base=from_run(layout.base_dir),
+        manifest=from_run(manifest),
         parity="results/runs/{run}/consolidate/parity.json",
         evaluation="results/runs/{run}/evaluate_run",
-        gguf=lambda w: exported(w.run, "gguf"),
-        served=lambda w: served_check(w.run),
+        gguf=only(lambda run: run.export.gguf, "results/runs/{run}/convert_gguf"),
+        served=only(
+            lambda run: run.export.serve != "none", "results/runs/{run}/check_served/served.json"
+        ),
     output:
-        "results/runs/{run}/consolidate/adapter/README.md",
+        report(
+            "results/runs/{run}/consolidate/adapter/README.md",
+            caption="../report/card.rst",
+            category="Model cards",
+            labels={"run": "{run}"},
+        ),
     log:
         "logs/write_card/{run}.log",
     conda:
         "../../envs/torch.yaml"
-    params:
-        # Snakemake compares this. It does not record params derived from `output`.
-        recorded=lambda w: layout.recorded_json("write_card", RUNS[w.run]),
-        config=lambda w, output: layout.stage_json("write_card", RUNS[w.run]),
-        checks=lambda w, input: [
-            *(["--gguf", input.gguf] if input.gguf else []),
-            *(["--served", input.served] if input.served else []),
-        ],
     shell:
-        "python -m workflow.scripts.write_card --config {params.config:q} --summary {input.summary:q}"
-        " --adapter-config {input.adapter_config:q} --base {input.base:q}"
-        " --manifest {input.manifest:q}"
-        " --parity {input.parity:q} --evaluation {input.evaluation:q} {params.checks:q}"
-        " --output {output:q} --log {log:q}"
+        "python -m workflow.scripts.write_card --config {input.settings:q} --summary {input.summary:q}"
+        " --adapter-config {input.adapter_config:q} --base {input.base:q} --manifest {input.manifest:q}"
+        " --parity {input.parity:q} --evaluation {input.evaluation:q} --gguf {input.gguf:q}"
+        " --served {input.served:q} --output {output:q} --log {log:q}"

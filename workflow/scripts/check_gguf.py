@@ -5,8 +5,10 @@ It writes only the vocabulary, which is deleted. Writes `check.json` on success.
 
 import argparse
 import logging
+from pathlib import Path
 
 from workflow.lib.export.gguf_files import check_convertible
+from workflow.lib.settings.config import ExportConfig
 from workflow.lib.system.files import provenance, write_checked_json
 from workflow.scripts.command import run, stage_parser
 
@@ -14,10 +16,11 @@ logger = logging.getLogger("workflow")
 
 
 def main(args: argparse.Namespace) -> None:
-    check_convertible(args.model, llama_cpp=args.llama_cpp)
+    settings = ExportConfig.model_validate(args.config["export"])
+    check_convertible(args.model, llama_cpp=args.converter or Path(str(settings.llama_cpp)))
     write_checked_json(args.output, {"provenance": provenance()})
     logger.info("llama.cpp's converter knows class and tokenizer of %s", args.model)
 
 
 if __name__ == "__main__":
-    run(main, stage_parser(__doc__, needs="model llama_cpp output", config_required=False))
+    run(main, stage_parser(__doc__, needs="model output", takes="converter"))

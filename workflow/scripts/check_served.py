@@ -44,7 +44,7 @@ from workflow.lib.evaluation.vllm_server import VllmServer, VllmStart, rank_slot
 from workflow.lib.export.adapter_files import check_conversations
 from workflow.lib.model.backends import choose_device
 from workflow.lib.settings.config import EvaluateConfig, ModelConfig
-from workflow.lib.settings.forms import EXPORTS, FORMS, SUBJECTS
+from workflow.lib.settings.forms import EXPORTS, FORMS
 from workflow.lib.system.checksums import check_files, downloaded_files, listed_files
 from workflow.lib.system.files import write_checked_json
 from workflow.lib.system.hardware import visible_gpus
@@ -63,12 +63,12 @@ def main(args: argparse.Namespace) -> None:
             *recorded_arrays(args.tokens, store.manifest),
         ]
     )
-    evaluation = read_record(args.evaluation / f"{args.served}.json", Evaluation)
+    evaluation = read_record(args.evaluation / f"{served.name}.json", Evaluation)
     asked = questions(args, evaluation, served.exported)
     trial = (in_gguf if args.gguf else in_vllm)(args, served, asked)
     with running(trial.kind, trial.start) as server:
         known_as = f"{server.name} {server.version}"
-        logger.info("%s serves %s in %s", known_as, FORMS[args.served].label, trial.dtype)
+        logger.info("%s serves %s in %s", known_as, FORMS[served.name].label, trial.dtype)
         if isinstance(server, VllmServer) and served.adapter is not None:
             server.load_adapter(ADAPTER, served.adapter, on_experts=trial.on_experts)
         tokenizer = load_tokenizer(served.exported)
@@ -82,7 +82,7 @@ def main(args: argparse.Namespace) -> None:
     model = loaded(args, served)
     check = ServedCheck(
         server=known_as,
-        subject=args.served,
+        subject=served.name,
         compute_dtype=trial.dtype,
         max_lora_rank=trial.max_lora_rank,
         documents=len(said.losses),
@@ -103,18 +103,20 @@ def main(args: argparse.Namespace) -> None:
 
 
 class ServedModel(NamedTuple):
-    """Folders of the served form: weights, an adapter on them, and the one that has the tokenizer
-    of the training."""
+    """The served form, and its folders: weights, an adapter on them, and the one that has the
+    tokenizer of the training."""
 
+    name: str
     weights: Path
     adapter: Path | None
     exported: Path
 
 
 def served_model(args: argparse.Namespace) -> ServedModel:
-    folders, form = form_folders(args), FORMS[args.served]
+    name = args.config["evaluate"]["served"]
+    folders, form = form_folders(args), FORMS[name]
     weights, adapter = folders[form.weights], folders[form.adapter] if form.adapter else None
-    return ServedModel(weights, adapter, adapter or weights)
+    return ServedModel(name, weights, adapter, adapter or weights)
 
 
 @dataclass(frozen=True)
@@ -143,10 +145,10 @@ def questions(args: argparse.Namespace, evaluation: Evaluation, exported: Path) 
     )
 
 
-def in_gguf(args: argparse.Namespace, _: ServedModel, asked: Asked) -> Trial:
+def in_gguf(args: argparse.Namespace, served: ServedModel, asked: Asked) -> Trial:
     check_files(listed_files(args.gguf))
     files = read_record(args.gguf / "gguf.json", GgufChecks).files
-    file = next(file for file in files if file.form == FORMS[args.served].gguf)
+    file = next(file for file in files if file.form == FORMS[served.name].gguf)
     adapter = args.gguf / file.adapter if file.adapter else None
     start = LlamaCppStart(args.gguf / file.file, adapter, asked.longest, "export.serve")
     return Trial(LlamaCppServer, start, file.format, BOUNDS[file.format])
@@ -189,10 +191,5 @@ def trained_loss(path: Path, asked: Asked) -> float | None:
 
 
 if __name__ == "__main__":
-    parser = stage_parser(
-        __doc__,
-        needs="adapter parity evaluation tokens output",
-        takes=" ".join(["python model", *EXPORTS]),
-    )
-    parser.add_argument("--served", choices=SUBJECTS, required=True, help="which is served")
-    run(main, parser)
+    needs = "adapter parity evaluation tokens output"
+    run(main, stage_parser(__doc__, needs=needs, takes=" ".join(["python model", *EXPORTS])))

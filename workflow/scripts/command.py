@@ -6,7 +6,6 @@ are in the log too."""
 
 import argparse
 import gc
-import json
 import logging
 import os
 import shutil
@@ -18,14 +17,15 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 from workflow import scripts
 from workflow.lib.artifacts.stage_logs import BEGUN, ENDED, ERRORS_FROM_LOG
 from workflow.lib.settings.forms import EXPORTS, FOLDERS, FORMS
+from workflow.lib.settings.overrides import merge
 from workflow.lib.system.environment import follows, is_worker
 from workflow.lib.system.errors import PeerLostError, StoppedError, UserError
-from workflow.lib.system.files import unwritable
+from workflow.lib.system.files import read_json, unwritable
 from workflow.lib.system.input_files import Inputs
 from workflow.lib.system.limits import INTERRUPTED, watched
 from workflow.lib.system.locks import exclusive
@@ -39,25 +39,50 @@ WAIT_S = 60.0  # for a process that writes the same output
 PEER_FIRST_S = 2.0
 
 
-# Options of several stages: their type, and what they name.
+class Folder(argparse.Action):
+    """A folder, named by itself or, as rules have inputs, by a file in it; None without a value."""
+
+    def __call__(self, parser: Any, namespace: Any, words: Any, option: str | None = None) -> None:
+        path = Path(words[0]) if words else None
+        setattr(namespace, self.dest, path.parent if path and path.is_file() else path)
+
+
+class Settings(argparse.Action):
+    """A JSON object in one file, or in several that complete each other."""
+
+    def __call__(self, parser: Any, namespace: Any, words: Any, option: str | None = None) -> None:
+        settings: dict[str, Any] = {}
+        for word in words:
+            try:
+                settings = merge(settings, read_json(Path(word)))
+            except (OSError, ValueError) as error:
+                parser.error(f"argument {option}: {word} holds no settings ({error})")
+        setattr(namespace, self.dest, settings)
+
+
+# Options of several stages: their kind, and what they name.
 OPTIONS: dict[str, tuple[type, str]] = {
-    "adapter": (Path, "folder of the exported adapter"),
-    "base": (Path, "folder of the NF4 base"),
+    "adapter": (Folder, "folder of the exported adapter"),
+    "adapter_config": (Path, "adapter_config.json"),
+    "base": (Folder, "folder of the NF4 base"),
+    "chat_template": (str, "Jinja file; default: the tokenizer's own template"),
     "checkpoints": (Path, "folder of the run's checkpoints, kept between invocations"),
+    "converter": (Folder, "folder of llama.cpp's converters; default: export.llama_cpp"),
     "evaluation": (Path, "folder of the run's evaluation"),
-    "llama_cpp": (Path, "folder of llama.cpp's converters"),
     "manifest": (Path, "manifest.json of the tokens"),
-    "model": (Path, "folder of the original model"),
+    "model": (Folder, "folder of the original model"),
     "output": (Path, "file or folder to write"),
     "parity": (Path, "parity.json of the export"),
     "python": (Path, "Python of vLLM"),
     "run": (str, "name of the run"),
-    "scores": (Path, "folder of the scores of the tokens, by a reference or a teacher"),
-    "start": (Path, "folder of the adapter that the run continues"),
+    "scores": (Folder, "folder of the scores of the tokens, by a reference or a teacher"),
+    "served": (Path, "served.json of the run"),
+    "start": (Folder, "folder of the adapter that the run continues"),
     "step": (int, "step of the checkpoint"),
     "summary": (Path, "summary.json of the training"),
-    "tokens": (Path, "folder of the tokens"),
-    **{name: (Path, f"folder of an export: {FORMS[name].meaning}") for name in EXPORTS},
+    "tokenizer": (Folder, "folder of the tokenizer"),
+    "tokens": (Folder, "folder of the tokens"),
+    **{name: (Folder, f"folder of an export: {FORMS[name].meaning}") for name in EXPORTS},
 }
 
 
@@ -65,20 +90,31 @@ def stage_parser(
     description: str | None, *, needs: str = "", takes: str = "", config_required: bool = True
 ) -> argparse.ArgumentParser:
     """Return a parser with the options that every stage has, and those of `OPTIONS` that this one
-    has. needs, takes: the names of required and of other ones. Without a required `--config`, it
-    may be None."""
+    has. needs, takes: the names of required and of other ones, which a rule may name without a
+    value. Without a required `--config`, it may be None."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     for name in (*needs.split(), *takes.split()):
-        kind, text = OPTIONS[name]
+        (kind, text), required = OPTIONS[name], name in needs.split()
+        several, one = ("+", None) if required else ("*", "?")
+        how: Any = {"type": kind, "nargs": one}
+        if issubclass(kind, argparse.Action):
+            how = {"action": kind, "nargs": several}
         option = f"--{name.replace('_', '-')}"
-        parser.add_argument(option, type=kind, required=name in needs.split(), help=text)
-    parser.add_argument(
-        "--config", type=json.loads, required=config_required, help="the stage's settings, JSON"
-    )
+        parser.add_argument(option, required=required, help=text, **how)
+    add_settings(parser, "--config", required=config_required, help="the stage's settings")
     parser.add_argument("--log", type=Path, help="log file; default: standard error only")
     return parser
+
+
+def add_settings(
+    parser: argparse.ArgumentParser, option: str, *, help: str, required: bool = False
+) -> None:
+    """Add an option whose value is the JSON object of files."""
+    parser.add_argument(
+        option, action=Settings, nargs="+", metavar="FILE", required=required, help=help
+    )
 
 
 def form_folders(args: argparse.Namespace) -> dict[str, Path]:
@@ -220,7 +256,7 @@ def only_writer(args: argparse.Namespace) -> Iterator[None]:
         yield
 
 
-WRITTEN = frozenset({"output", "log", "checkpoints", "comparison", "archive", "tracking_folder"})
+WRITTEN = frozenset({"output", "log", "checkpoints", "comparison", "archive", "tracking"})
 
 
 @contextmanager

@@ -40,7 +40,7 @@ from workflow.lib.system.checksums import (
 )
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import new_folder, write_checked_json, write_checksums
-from workflow.scripts.command import run, stage_parser
+from workflow.scripts.command import Folder, run, stage_parser
 
 logger = logging.getLogger("workflow")
 
@@ -135,5 +135,7 @@ def merge(
 
 if __name__ == "__main__":
     parser = stage_parser(__doc__, needs="base model manifest output")
-    parser.add_argument("--finetune", type=Path, required=True, help="folder of the finetune stage")
+    parser.add_argument(
+        "--finetune", action=Folder, nargs="+", required=True, help="folder of the finetune stage"
+    )
     run(main, parser)

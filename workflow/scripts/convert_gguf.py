@@ -78,16 +78,18 @@ class Served:
 
 def main(args: argparse.Namespace) -> None:
     settings = ExportConfig.model_validate(args.config["export"])
+    llama_cpp = args.converter or Path(str(settings.llama_cpp))
     probes = read_record(args.tokens / "manifest.json", ConversationFacts).probes
     files: list[GgufFile] = []
     with new_folder(args.output) as folder:
         for form in settings.gguf_of:
             served = served_form(args, form, settings.gguf, folder=folder)
-            options = {"llama_cpp": args.llama_cpp, "threads": torch.get_num_threads()}
-            write_models(served.source, served.files, **options)
+            write_models(
+                served.source, served.files, llama_cpp=llama_cpp, threads=torch.get_num_threads()
+            )
             if served.adapter is not None and served.adapter_file is not None:
                 write_adapter(
-                    served.adapter, served.source, served.adapter_file, llama_cpp=args.llama_cpp
+                    served.adapter, served.source, served.adapter_file, llama_cpp=llama_cpp
                 )
             files += checked(served, probes, tokens=args.tokens)
         checks = GgufChecks(files=files, provenance=Provenance.now())
@@ -169,5 +171,5 @@ def log_result(file: GgufFile) -> None:
 
 
 if __name__ == "__main__":
-    needs = "run adapter tokens llama_cpp output"
-    run(main, stage_parser(__doc__, needs=needs, takes="merged model"))
+    needs = "run adapter tokens output"
+    run(main, stage_parser(__doc__, needs=needs, takes="merged model converter"))

@@ -7,7 +7,6 @@ model of the class. Planning reads the description. A model that is not covered,
 not belong together, end with exit status 1."""
 
 import argparse
-import json
 import logging
 
 from workflow.lib.checkpoints.checkpoint import Checkpoint
@@ -20,7 +19,7 @@ from workflow.lib.model.architecture.model_shape import (
 from workflow.lib.model.describe_model import describe_checkpoint
 from workflow.lib.planning.preflight.checks import CHECKS_HELP, check_models
 from workflow.lib.system.files import write_checked_json
-from workflow.scripts.command import run, stage_parser
+from workflow.scripts.command import add_settings, run, stage_parser
 
 logger = logging.getLogger("workflow")
 
@@ -30,7 +29,7 @@ def main(args: argparse.Namespace) -> None:
     shape = describe_checkpoint(checkpoint)
     try_exports(checkpoint, shape)
     config = checkpoint.config
-    check_models(args.checks, shape, config)
+    check_models(args.checks or {}, shape, config)
     write_checked_json(args.output, shape.document() | {CONFIG: config})
     logger.info("%s", facts(shape))
 
@@ -54,5 +53,5 @@ def _mixing(kind: DecoderLayer) -> str:
 
 if __name__ == "__main__":
     parser = stage_parser(__doc__, needs="model output", config_required=False)
-    parser.add_argument("--checks", type=json.loads, default={}, help=CHECKS_HELP)
+    add_settings(parser, "--checks", help=CHECKS_HELP)
     run(main, parser)

@@ -7,7 +7,6 @@ folder `--output` appears when it is complete; a repeated command resumes an int
 download."""
 
 import argparse
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from workflow.lib.data.reading import hub_download as hub
 from workflow.lib.planning.preflight.checks import CHECKS_HELP, check_models
 from workflow.lib.system.environment import importing
 from workflow.lib.system.files import write_checked_json
-from workflow.scripts.command import run, stage_parser
+from workflow.scripts.command import add_settings, run, stage_parser
 
 logger = logging.getLogger("workflow")
 
@@ -32,7 +31,7 @@ def main(args: argparse.Namespace) -> None:
         commit, licence, listing = hub.list_files(source)
         logger.info("%s at %s is commit %s", source.repo_id, source.revision or "main", commit)
         paths = [file.path for file in listing]
-        check_runs(args.checks, source, paths, commit=commit, folder=partial)
+        check_runs(args.checks or {}, source, paths, commit=commit, folder=partial)
         chosen = hub.choose_files(source, paths, commit=commit, folder=partial)
         files = sorted((f for f in listing if f.path in chosen), key=lambda file: file.path)
         hub.check_disk_space(source, {f.path: f.size for f in files}, folder=partial)
@@ -63,5 +62,5 @@ def check_runs(
 
 if __name__ == "__main__":
     parser = stage_parser(__doc__, needs="output")
-    parser.add_argument("--checks", type=json.loads, default={}, help=CHECKS_HELP)
+    add_settings(parser, "--checks", help=CHECKS_HELP)
     run(main, parser)

@@ -4,8 +4,8 @@ of other texts, tasks, sample answers.
 Reads model files only, through stock Transformers and PEFT. Earlier measurements of the same model
 with the same settings (a folder of results, `--archive`) are not repeated. Each GPU's process takes
 a share of the work, with a copy of the model, or a shard of it if it is larger than one GPU. An
-original that fits nowhere is read layer by layer, for its losses alone. Writes
-`<subject>.json` of each of `--subjects` into the folder `--output`. Works without a network unless
+original that fits nowhere is read layer by layer, for its losses alone. Writes `<subject>.json` of
+each of `evaluate.subjects` into the folder `--output`. Works without a network unless
 `evaluate.tasks` names a task that is not in `evaluate.tasks_dir`."""
 
 import argparse
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from workflow.lib.evaluation.task_files import environment
 from workflow.lib.settings.config import EvaluateConfig
-from workflow.lib.settings.forms import EXPORTS, FORMS, SUBJECTS
+from workflow.lib.settings.forms import EXPORTS, FORMS
 from workflow.lib.system.environment import importing, is_worker
 from workflow.lib.system.hardware import available_host_bytes, visible_gpus
 from workflow.scripts.command import form_folders, run, stage_parser
@@ -34,11 +34,12 @@ def main(args: argparse.Namespace) -> None:
         from workflow.lib.model.backends import choose_device
         from workflow.lib.training.launch import Workers, launch_workers
 
+    subjects = args.config["evaluate"]["subjects"]
     gpus = visible_gpus() if choose_device().type == "cuda" else []
     gpu_bytes = [gpu.total_bytes for gpu in gpus]
     folders = form_folders(args)
     # An original that fits nowhere is streamed, unless the adapter is measured on it.
-    loaded = {FORMS[name].weights for name in args.subjects if name != "original"}
+    loaded = {FORMS[name].weights for name in subjects if name != "original"}
     division = divide(
         settings.processes,
         shard=settings.shard,
@@ -71,15 +72,8 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = stage_parser(
-        __doc__,
-        needs="run base adapter tokens output",
-        takes=" ".join(["model start scores", *EXPORTS]),
-    )
-    parser.add_argument(
-        "--subjects", nargs="+", choices=SUBJECTS, required=True, help="models to measure"
-    )
-    parser.add_argument("--served", choices=SUBJECTS, required=True, help="which is served")
+    optional = " ".join(["model start scores chat_template", *EXPORTS])
+    parser = stage_parser(__doc__, needs="run base adapter tokens output", takes=optional)
     parser.add_argument("--archive", type=Path, required=True, help="folder of finished parts")
     parser.add_argument(
         "--stream-original", action="store_true", help="read it layer by layer; of a new start"
@@ -87,5 +81,4 @@ if __name__ == "__main__":
     parser.add_argument(
         "--batch-size", type=int, help="instead of evaluate.batch_size; of a new start"
     )
-    parser.add_argument("--chat-template", help="Jinja file; default: the tokenizer's own template")
     run(main, parser)

@@ -82,7 +82,7 @@ def work(args: argparse.Namespace, settings: EvaluateConfig, *, sharded: bool) -
         with main_first(process.world):
             questions = prepare_questions(args, settings, store)
             models = evaluated_models.subjects(
-                args.subjects,
+                args.config["evaluate"]["subjects"],
                 folders,
                 options=options,
                 sources=sources,
@@ -95,17 +95,16 @@ def work(args: argparse.Namespace, settings: EvaluateConfig, *, sharded: bool) -
         archive = Archive(args.archive, inputs)
         measured = measure_all(args, models, questions, machine, process, archive)
         if process.is_main:
+            served = args.config["evaluate"]["served"]
             results = evaluations(
                 measured,
                 questions,
                 run=args.run,
-                served=args.served,
+                served=served,
                 four_bits=four_bits_of(args.base),
                 quantized_by=method_of(args.base),
             )
-            items = items_of(
-                measured, questions, run=args.run, served=args.served, rows=store.input_ids
-            )
+            items = items_of(measured, questions, run=args.run, served=served, rows=store.input_ids)
             write(args.output, results, items)
 
 

@@ -11,6 +11,7 @@ from workflow.lib.artifacts.manifest_record import ConversationFacts
 from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.training_record import Summary
 from workflow.lib.checkpoints.checkpoint import Checkpoint
+from workflow.lib.checkpoints.files.model_files import ADAPTER
 from workflow.lib.export.adapter_files import read_sharded_adapter
 from workflow.lib.export.peft_folder import Trained, write_peft_folder
 from workflow.lib.settings.config import RunConfig
@@ -53,7 +54,7 @@ def write_adapter(args: argparse.Namespace, folder: Path) -> None:
         args.checkpoints, args.step, setting="export.steps", change=GO_BACK
     )
     original = Checkpoint.open(args.model)
-    trained_config = read_artifact(args.adapter_config)
+    trained_config = read_artifact(args.checkpoints / ADAPTER)
     if trained_config.get("modules_to_save"):  # whose other tensors are the base's
         check_files(listed_files(args.base))
     write_peft_folder(
@@ -69,8 +70,4 @@ def write_adapter(args: argparse.Namespace, folder: Path) -> None:
 
 if __name__ == "__main__":
     needs = "checkpoints step base model manifest output"
-    parser = stage_parser(__doc__, needs=needs, takes="summary")
-    parser.add_argument(
-        "--adapter-config", type=Path, required=True, help="adapter_config.json of the training"
-    )
-    run(main, parser)
+    run(main, stage_parser(__doc__, needs=needs, takes="summary"))

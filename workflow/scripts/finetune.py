@@ -4,10 +4,11 @@ It starts that many torchrun workers, `finetune_worker`, and reports the cause o
 one."""
 
 import argparse
-import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from workflow.lib.artifacts.preflight_record import Preflight
 from workflow.lib.artifacts.read_records import read_record
@@ -20,7 +21,7 @@ from workflow.scripts.command import run, stage_parser
 
 
 def main(args: argparse.Namespace) -> None:
-    check_tracking(tracking_settings(args))
+    check_tracking(tracking_settings(args.config))
     plan, train = read_record(args.preflight, Preflight).plan, args.config["train"]
     workers = Workers(
         "workflow.scripts.finetune_worker",
@@ -33,11 +34,9 @@ def main(args: argparse.Namespace) -> None:
     launch_workers(workers, inspect_inputs=lambda: damaged_tokens(args.tokens))
 
 
-def tracking_settings(args: argparse.Namespace) -> TrackingConfig:
-    """Return the settings of the live view: none without `--tracking`."""
-    if args.tracking is None:
-        return TrackingConfig(tensorboard=False)
-    return TrackingConfig.model_validate(args.tracking["tracking"])
+def tracking_settings(config: Mapping[str, Any]) -> TrackingConfig:
+    """Return the settings of the live view: none without a section of it."""
+    return TrackingConfig.model_validate(config.get("tracking", {"tensorboard": False}))
 
 
 def command_line(description: str | None) -> argparse.ArgumentParser:
@@ -48,13 +47,7 @@ def command_line(description: str | None) -> argparse.ArgumentParser:
         "--preflight", type=Path, required=True, help="preflight.json with the plan"
     )
     parser.add_argument(
-        "--lineage", type=json.loads, default=[], help="what was trained before, JSON"
-    )
-    parser.add_argument(
-        "--tracking", type=json.loads, help="section of the live view, JSON; default: no live view"
-    )
-    parser.add_argument(
-        "--tracking-folder", type=Path, default=Path("results"), help="where its files go"
+        "--tracking", type=Path, default=Path("results"), help="folder of the live view"
     )
     parser.add_argument(
         "--timeout-s", type=float, default=1800.0, help="seconds until a collective counts as hung"

@@ -64,7 +64,8 @@ logger = logging.getLogger("workflow")
 
 def main(args: argparse.Namespace) -> None:
     preflight = read_record(args.preflight, Preflight)
-    config, device = RunConfig.model_validate(args.config), torch.device(preflight.plan.device)
+    sections = {name: args.config[name] for name in args.config if name != "lineage"}
+    config, device = RunConfig.model_validate(sections), torch.device(preflight.plan.device)
     with explained(run=args.run, preflight=preflight, measured_bytes=lambda: peak_bytes(device)):
         work(args, config, preflight.plan, predicted_s=preflight.time.step_s)
 
@@ -364,10 +365,8 @@ def shown(
     if not world.is_main:
         return nullcontext(lambda row: None)
     trained = config.model_dump(mode="json", include={"model", "lora", "train"})
-    shown = Shown(
-        args.tracking_folder, args.run, args.checkpoints.name, journal.rows, config=trained
-    )
-    return live_view(tracking_settings(args), shown)
+    shown = Shown(args.tracking, args.run, args.checkpoints.name, journal.rows, config=trained)
+    return live_view(tracking_settings(args.config), shown)
 
 
 def run_identity(args: argparse.Namespace) -> str:
@@ -411,7 +410,7 @@ def write_results(
         selected_step=selected_step,
         parity_sha256=file_sha256(partial / "parity.safetensors"),
     )
-    lineage = {"lineage": args.lineage} if args.lineage else {}
+    lineage = {"lineage": args.config["lineage"]} if "lineage" in args.config else {}
     facts = summary | lineage | {"base": str(args.base), "provenance": provenance()}
     write_checked_json(partial / "summary.json", facts)
     replace_folder(partial, args.output)

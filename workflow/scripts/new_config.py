@@ -9,7 +9,6 @@ and asks preflight whether it fits these GPUs. Nothing is trained, and no weight
 """
 
 import argparse
-import json
 import logging
 import math
 import shutil
@@ -35,7 +34,7 @@ from workflow.lib.planning.preflight.what_if import find_config
 from workflow.lib.settings.config import RunConfig, load_config
 from workflow.lib.settings.objectives import needs_of
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.files import read_checked_json, write_text
+from workflow.lib.system.files import read_checked_json, write_json, write_text
 from workflow.lib.system.gpu_models import parse_gpus
 from workflow.lib.system.redaction import redacted
 from workflow.scripts.command import run, stage_parser
@@ -121,8 +120,9 @@ def inspected(document: dict[str, Any], tokenizer: Path) -> dict[str, Any]:
     examples = needs_of(settings.train.objective).examples
     config = {"data": settings.data.model_dump(mode="json"), "examples": examples}
     folder = Path(tempfile.mkdtemp(prefix="new_config-"))
+    write_json(folder / "settings.json", config)
     command = [sys.executable, "-m", "workflow.scripts.tokenize_dataset"]
-    command += ["--config", json.dumps(config), "--tokenizer", str(tokenizer)]
+    command += ["--config", str(folder / "settings.json"), "--tokenizer", str(tokenizer)]
     command += ["--output", str(folder / "tokens")]
     done = subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True)
     if done.returncode != 0:

@@ -1,7 +1,7 @@
 """Show on the terminal the tokens of a dataset: counts, unread keys, and sample documents.
 
-Everything comes from the tokens folder's manifest. `--config` has each manifest's
-`data.special_tokens_in_text`."""
+Everything comes from the tokens folder's manifest. `--config` has `special_tokens_in_text`, a list
+with each manifest's `data.special_tokens_in_text`."""
 
 import argparse
 from pathlib import Path
@@ -16,7 +16,9 @@ from workflow.scripts.command import run, stage_parser
 
 def main(args: argparse.Namespace) -> None:
     console = Console()
-    for path, special_tokens in zip(args.manifests, args.config, strict=True):
+    for path, special_tokens in zip(
+        args.manifests, args.config["special_tokens_in_text"], strict=True
+    ):
         facts = read_checked_json(path)
         log_facts(facts, output=path.parent, special_tokens=special_tokens)
         show_samples(facts, console)

@@ -18,7 +18,7 @@ from workflow.lib.settings.config import ExportConfig
 from workflow.lib.system.checksums import check_files, listed_files
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import provenance, write_checked_json
-from workflow.scripts.command import run, stage_parser
+from workflow.scripts.command import Folder, run, stage_parser
 
 logger = logging.getLogger("workflow")
 
@@ -48,6 +48,8 @@ def main(args: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = stage_parser(__doc__, needs="run summary parity output")
-    parser.add_argument("--folder", type=Path, required=True, help="folder to upload")
+    parser.add_argument(
+        "--folder", action=Folder, nargs="+", required=True, help="folder to upload"
+    )
     parser.add_argument("--card", type=Path, required=True, help="the model card")
     run(main, parser)

@@ -1,17 +1,11 @@
 """Render the report: one HTML page over all runs, and a comparison as CSV.
 
-Example:
-    python -m workflow.scripts.render_report --config '{"report": {}, "runs": {"demo": {}}}' \\
-        --runs '[{"folder": "results/runs/demo", "tokens": "results/tokens/pydocs-0123"}]' \\
-        --output results/report/report.html --comparison results/report/comparison.csv
-"""
+`--config` has the section `report`, the settings of each of `runs`, and the `folders` of each:
+`{"folder": "results/runs/demo", "tokens": "results/tokens/pydocs-0123"}` (`RunFolders`)."""
 
 import argparse
-import json
 import logging
 from pathlib import Path
-
-from pydantic import TypeAdapter
 
 from workflow.lib.report.comparison import comparison_csv
 from workflow.lib.report.html_page import render_page
@@ -30,7 +24,7 @@ def main(args: argparse.Namespace) -> None:
     """Read every run, render, and write the page last: its existence means a complete report."""
     report = ReportConfig.model_validate(args.config["report"])
     changed = args.config["runs"]
-    runs = [read_run(folders) for folders in args.runs]
+    runs = [read_run(RunFolders(**folders)) for folders in args.config["folders"]]
     for run in runs:
         logger.info("%s", describe(run))
     write_text(args.comparison, comparison_csv(runs))
@@ -54,18 +48,7 @@ def describe(run: Run) -> str:
     )
 
 
-def run_folders(text: str) -> list[RunFolders]:
-    return TypeAdapter(list[RunFolders]).validate_python(json.loads(text))
-
-
-def parser() -> argparse.ArgumentParser:
-    options = stage_parser(__doc__, needs="output")
-    options.add_argument(
-        "--runs", type=run_folders, required=True, help="folders of every run, JSON (`RunFolders`)"
-    )
-    options.add_argument("--comparison", type=Path, required=True, help="the table, CSV")
-    return options
-
-
 if __name__ == "__main__":
-    run_command(main, parser())
+    parser = stage_parser(__doc__, needs="output")
+    parser.add_argument("--comparison", type=Path, required=True, help="the table, CSV")
+    run_command(main, parser)

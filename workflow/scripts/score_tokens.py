@@ -112,19 +112,19 @@ def work(args: argparse.Namespace, folders: ScoredFolders) -> None:
         process = join(stack, sharded=args.way == "sharded")
         tokens = TokenStore.open(args.tokens)
         model_files = check_inputs(args, folders, tokens, process)
-        model = Checkpoint(folders.model)
+        model, scored = Checkpoint(folders.model), args.config["scored"]
         vocabulary = min(x.vocabulary_size for x in (Checkpoint(args.tokenizer), model))
         with main_first(process.world):
-            check_top_k(args.top_k, vocabulary)
+            check_top_k(scored["top_k"], vocabulary)
             check_same_tokenizer(
-                folders.model, args.tokenizer, setting=args.setting, named=args.named
+                folders.model, args.tokenizer, setting=scored["setting"], named=scored["named"]
             )
         settings = ModelConfig.model_validate(args.config["model"])
         dtype = resolve_dtype(settings.compute_dtype, process.device)
         facts = {
-            "model": args.named,
+            "model": scored["named"],
             "model_files": model_files,
-            "top_k": args.top_k,
+            "top_k": scored["top_k"],
             "way": args.way,
             "device": process.device.type,
             "compute_dtype": str(dtype).removeprefix("torch."),
@@ -179,7 +179,7 @@ def opened(
     vocabulary: int,
 ) -> Iterator[Scorer]:
     """Load the model, or open its files."""
-    asked: dict[str, Any] = {"top_k": args.top_k, "vocabulary": vocabulary}
+    asked: dict[str, Any] = {"top_k": args.config["scored"]["top_k"], "vocabulary": vocabulary}
     asked |= {"device": process.device, "world": process.world}
     if args.way == "streamed":
         streamed = StreamedModel(model, device=process.device, dtype=dtype)
@@ -227,14 +227,7 @@ def score(
 
 
 if __name__ == "__main__":
-    parser = stage_parser(__doc__, needs="tokens output", takes="base")
-    parser.add_argument("--model", type=Path, help="folder of an adapter on it, or of a model")
-    parser.add_argument("--tokenizer", type=Path, required=True, help="model that is trained")
-    parser.add_argument("--setting", required=True, help="setting that names the scored model")
-    parser.add_argument("--named", required=True, help="its value")
-    parser.add_argument(
-        "--top-k", type=int, default=0, help="likeliest tokens of each position to store"
-    )
+    parser = stage_parser(__doc__, needs="tokens tokenizer output", takes="base model")
     parser.add_argument(
         "--way", choices=("whole", "sharded", "streamed"), help="default: the first that fits"
     )

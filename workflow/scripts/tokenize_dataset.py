@@ -343,11 +343,10 @@ def write_arrays(
 
 
 if __name__ == "__main__":
-    parser = stage_parser(__doc__, needs="output")
+    parser = stage_parser(__doc__, needs="tokenizer output")
     parser.add_argument(
         "--dataset", type=Path, default=Path(), help="folder in which the data's paths begin"
     )
-    parser.add_argument("--tokenizer", type=Path, required=True, help="folder of the tokenizer")
     parser.add_argument(
         "--processes", type=int, default=available_processes(), help="how many encode at once"
     )

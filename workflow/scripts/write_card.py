@@ -6,7 +6,6 @@ Hugging Face hub's format.
 
 import argparse
 import logging
-from pathlib import Path
 
 from workflow.lib.artifacts.manifest_record import Manifest
 from workflow.lib.artifacts.read_records import read_record
@@ -47,11 +46,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    needs = "summary base manifest parity evaluation output"
-    parser = stage_parser(__doc__, needs=needs, takes="gguf")
-    parser.add_argument(
-        "--adapter-config", type=Path, required=True, help="adapter_config.json of the export"
-    )
-    parser.add_argument("--served", type=Path, help="served.json of the run")
+    needs = "summary adapter_config base manifest parity evaluation output"
+    parser = stage_parser(__doc__, needs=needs, takes="gguf served")
     # One small file, replaced at once; a lock would remain in the published adapter's folder.
     run(main, parser, locks_itself=True)

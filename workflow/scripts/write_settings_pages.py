@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from workflow.lib.settings.config import Config, RunConfig, Section
-from workflow.lib.settings.effects import Affects, Stage
+from workflow.lib.settings.effects import Stage
 from workflow.lib.settings.errors_in_words import is_section
 from workflow.lib.system.files import write_text
 from workflow.lib.system.gpu_models import MODELS, OTHER_EXAMPLE
@@ -133,7 +133,7 @@ def _section_md(name: str, field: FieldInfo) -> str:
 def _effect_md(section: type[Section]) -> str:
     """Return a section's readers, and its settings that rerun fewer stages."""
     every = {key: section.affected_by(key) for key in section.model_fields}
-    readers = [stage for stage in get_args(Stage) if any(_reads(a, stage) for a in every.values())]
+    readers = [stage for stage in get_args(Stage) if any(a.read_by(stage) for a in every.values())]
     sentences = [f"Read by {_named(readers)}."]
     for effect, reruns in (("plan", "preflight alone"), ("none", "nothing")):
         keys = [key for key, affects in every.items() if affects.effect == effect]
@@ -141,10 +141,6 @@ def _effect_md(section: type[Section]) -> str:
             what = "a setting of it" if len(keys) == len(every) else _named(keys)
             sentences.append(f"Editing {what} reruns {reruns}.")
     return " ".join(sentences)
-
-
-def _reads(affects: Affects, stage: str) -> bool:
-    return affects.received_by(stage) or stage in (affects.told or ())
 
 
 def _named(words: Iterable[str]) -> str:

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.support.families import tiny_family
-from tests.support.forked_stage import forked_stage
+from tests.support.forked_stage import forked_stage, settings_file
 from tests.support.preflight_examples import TINY, write_checkpoint
 from tests.support.refusals import refusal
 from workflow.lib.checkpoints.checkpoint import Checkpoint
@@ -18,6 +18,8 @@ from workflow.lib.planning.preflight.what_if import find_shape, machine_by_hand,
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.gpu_models import BY_NAME
 from workflow.scripts.preflight_run import described
+
+SETTINGS = str(settings_file({}))
 
 
 def ask(*words):
@@ -182,10 +184,10 @@ def test_any_setting_can_be_given(tiny):
         (("--gpus", "4090", "--model", "Qwen3-8B", "--host-gib", "inf"), "--host-gib = inf"),
         (("--gpus", "4090", "--model", "Qwen3-8B", "--largest"), "--model = 'Qwen3-8B'"),
         (("--gpus", "4090", "--longest"), "--model = null: it is needed with --longest"),
-        (("--config", "{}", "--model", "x"), "--tokens = null"),
-        (("--config", "{}", "--model", "x", "--tokens", "x", "--output", "x", "--run", "x",
+        (("--config", SETTINGS, "--model", "x"), "--tokens = null"),
+        (("--config", SETTINGS, "--model", "x", "--tokens", "x", "--output", "x", "--run", "x",
           "--longest"), "--longest = 'True'"),
-        (("--config", "{}", "--model", "x", "--tokens", "x", "--output", "x", "--run", "x",
+        (("--config", SETTINGS, "--model", "x", "--tokens", "x", "--output", "x", "--run", "x",
           "--estimate"), "--estimate = 'True'"),
     ],
 )  # fmt: skip

@@ -2,8 +2,8 @@
 
 A shared artifact's folder carries a key: the short hash of everything that it depends on, so two
 runs with equal data settings share one tokenization. A stage receives exactly the settings that it
-reads (`settings.effects`), as one JSON string with sorted keys. Snakemake compares a second string
-(`recorded_json`), in which settings that do not rerun the stage have their defaults."""
+reads (`settings.effects`): those that its result depends on in a file that is an input of its rule,
+and the others in a file that is none."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -17,7 +17,7 @@ from workflow.lib.settings.effects import Affects
 from workflow.lib.settings.evaluate import LLAMA_CPP_RELEASE
 from workflow.lib.settings.forms import EXPORTS
 from workflow.lib.settings.objectives import needs_of
-from workflow.lib.system.files import canonical_json, short_hash
+from workflow.lib.system.files import short_hash
 
 RESULTS = PurePosixPath("results")
 # Finished measurements of all runs (`archive`). No rule declares it: Snakemake deletes outputs
@@ -266,58 +266,58 @@ def checkpoint_dir(name: str, run: RunConfig) -> str:
 
 
 def stage_settings(stage: str, run: RunConfig) -> dict[str, Any]:
-    """Return the settings of a stage: of each section exactly those that it reads."""
-    asked = _examples_asked(run) if stage == "tokenize_dataset" else {}
-    return _received(stage, run, tracked=False) | asked
+    """Return the settings that a stage's result depends on, as JSON: an input of its rule.
+
+    Others have their defaults; words for what the run decides are replaced by it."""
+    chosen = run.evaluate.model_copy(update={"subjects": run.subjects, "served": run.served})
+    decided = run.model_copy(update={"evaluate": chosen})
+    same = _comparable(decided, lambda affects: affects.reruns(stage))
+    return _read_by(same, lambda affects: affects.reruns(stage)) | _consequences(stage, run)
 
 
-def _received(stage: str, run: RunConfig, *, tracked: bool) -> dict[str, Any]:
-    """Return a stage's settings of sections without effect on results (`tracked`), or of others."""
-    read = {
-        name: _plain(section, lambda affects: affects.received_by(stage))
-        for name, section in _sections(run)
-        if (section.affects.effect == "none") is tracked
-    }
-    return {name: settings for name, settings in read.items() if settings}
+def free_settings(stage: str, run: RunConfig) -> dict[str, Any]:
+    """Return the settings that a stage reads and that do not change its result, as JSON."""
+    return _read_by(run, lambda affects: affects.read_by(stage) and not affects.reruns(stage))
 
 
-def unrecorded_json(stage: str, run: RunConfig) -> str:
-    """Return a stage's settings of `tracking`, which never rerun it, as canonical JSON."""
-    return canonical_json(_received(stage, run, tracked=True))
+def _read_by(run: RunConfig, wanted: Callable[[Affects], bool]) -> dict[str, Any]:
+    sections = {name: _plain(section, wanted) for name, section in _sections(run)}
+    return {name: settings for name, settings in sections.items() if settings}
 
 
-def stage_json(stage: str, run: RunConfig) -> str:
-    return canonical_json(stage_settings(stage, run))
+def _consequences(stage: str, run: RunConfig) -> dict[str, Any]:
+    """Return what a stage reads of settings that it does not read themselves."""
+    if stage == "tokenize_dataset":
+        return _examples_asked(run)
+    return {"lineage": lineage(run)} if stage == "finetune" and run.train.start_from else {}
 
 
-def checks_json(runs: Mapping[str, RunConfig], *, trains_here: bool) -> str:
+def settings_path(stage: str, name: str, settings: Mapping[str, Any]) -> str:
+    """Return the file of a stage's settings. Its name has their hash: other settings of a dry run,
+    or of a second Snakemake, are another file."""
+    return str(RESULTS / "settings" / stage / f"{name}-{short_hash(settings)}.json")
+
+
+def model_checks(runs: Mapping[str, RunConfig], *, trains_here: bool) -> dict[str, Any]:
     """Return the settings that `describe_model` and `download_source` compare with the model, of
-    all runs that wait for it. They change none of their outputs. Defaults are left out: a command's
-    argument has at most 128 KiB."""
-    changed = {
-        name: run.model_dump(mode="json", exclude={"tracking"}, exclude_defaults=True)
-        for name, run in runs.items()
-    }
-    return canonical_json({"trains_here": trains_here, "runs": changed})
+    all runs that wait for it. They change none of their outputs."""
+    return {"trains_here": trains_here, "runs": _changed(runs)}
 
 
-def recorded_json(stage: str, run: RunConfig) -> str:
-    """Return `stage_json` with defaults for all settings that do not rerun the stage. Snakemake
-    compares it to decide whether the stage runs again."""
-    return stage_json(stage, _comparable(run, lambda affects: affects.reruns(stage)))
+def report_settings(report: ReportConfig, runs: Mapping[str, RunConfig]) -> dict[str, Any]:
+    """Return the settings of the report: its section, and each run's that have an effect."""
+    same = {name: _comparable(run, lambda a: a.effect != "none") for name, run in runs.items()}
+    return {"report": report.model_dump(mode="json"), "runs": _changed(same)}
 
 
-def report_json(report: ReportConfig, runs: Mapping[str, RunConfig]) -> str:
-    """Return the input of `render_report`: its section, and each run's settings that differ
-    from the defaults (without trackers)."""
-    changed = {
+def free_report_settings(runs: Mapping[str, RunConfig]) -> dict[str, Any]:
+    """Return each run's settings, also those without effect: with them it can be reproduced."""
+    return {"runs": _changed(runs)}
+
+
+def _changed(runs: Mapping[str, RunConfig]) -> dict[str, Any]:
+    """Return each run's settings that differ from the defaults, without trackers."""
+    return {
         name: run.model_dump(mode="json", exclude_defaults=True, exclude={"tracking"})
         for name, run in runs.items()
     }
-    return canonical_json({"report": report.model_dump(mode="json"), "runs": changed})
-
-
-def recorded_report_json(report: ReportConfig, runs: Mapping[str, RunConfig]) -> str:
-    """Return `report_json` with defaults for settings without effect, which Snakemake compares."""
-    same = {name: _comparable(run, lambda a: a.effect != "none") for name, run in runs.items()}
-    return report_json(report, same)

@@ -46,11 +46,9 @@ class ScoredModel:
     download: dict[str, Any] | None = None  # settings of `download_source` for `model`
 
     @property
-    def options(self) -> list[str]:
-        """The model as options of `score_tokens`."""
-        values = {"--base": self.base, "--model": self.model, "--setting": self.setting}
-        values |= {"--named": self.named, "--top-k": str(self.top_k)}
-        return [part for name, value in values.items() if value for part in (name, value)]
+    def facts(self) -> dict[str, Any]:
+        """Return what its scores depend on beside its files, as JSON."""
+        return {"setting": self.setting, "named": self.named, "top_k": self.top_k}
 
 
 def scored_models(runs: Mapping[str, RunConfig]) -> dict[str, ScoredModel]:

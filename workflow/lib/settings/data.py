@@ -162,7 +162,7 @@ class DataConfig(Section):
     """The dataset and how it becomes tokens."""
 
     affects: ClassVar = Affects(
-        "result", read_by=("tokenize_dataset", "preflight_run", "write_card")
+        "result", stages=("tokenize_dataset", "preflight_run", "write_card")
     )
 
     name: Name = "data"

@@ -34,22 +34,19 @@ class Affects:
     """Effects of one setting; None: its section's."""
 
     effect: Effect | None = None
-    read_by: tuple[Stage, ...] | None = None
-    """Stages that receive it in their settings."""
-    told: tuple[Stage, ...] | None = None
-    """Stages that get what follows from it as an option of their command."""
+    stages: tuple[Stage, ...] | None = None
+    """Stages that read it."""
     needs: tuple[str, ...] = ()
     """The setting beside it, and the values of it without which it means nothing."""
 
     def within(self, section: "Affects") -> "Affects":
         """Fill in the section's effects."""
-        said = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(section, **{name: own for name, own in said.items() if own is not None})
+        own = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(section, **{name: value for name, value in own.items() if value is not None})
 
-    def received_by(self, stage: str) -> bool:
-        return stage in (self.read_by or ())
+    def read_by(self, stage: str) -> bool:
+        return stage in (self.stages or ())
 
     def reruns(self, stage: str) -> bool:
-        readers = (*(self.read_by or ()), *(self.told or ()))
         planned = self.effect == "plan" and stage == "preflight_run"
-        return stage in readers and (self.effect == "result" or planned)
+        return self.read_by(stage) and (self.effect == "result" or planned)

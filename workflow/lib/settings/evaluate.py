@@ -24,11 +24,10 @@ MEASURED_BY = {
     OTHER_TEXT_LOSS: "forgetting",
     **dict.fromkeys(REWARDS, "heldout"),
 }
-CHECKED_BEFORE = Affects(read_by=("preflight_run", "evaluate_run"))
-TOLD = Affects(read_by=(), told=("evaluate_run",))
-OF_GGUF = Affects(read_by=("convert_gguf", "publish_run"))
-OF_IDS = Affects(read_by=("consolidate", "export_step", "write_card"))
-PUBLISHED = Affects(read_by=("publish_run",))
+CHECKED_BEFORE = Affects(stages=("preflight_run", "evaluate_run"))
+OF_GGUF = Affects(stages=("convert_gguf", "publish_run"))
+OF_IDS = Affects(stages=("consolidate", "export_step", "write_card"))
+PUBLISHED = Affects(stages=("publish_run",))
 GgufFormat = Literal["f32", "f16", "bf16", "q8_0", "q6_k", "q5_k_m", "q4_k_m"]
 GgufForm = Literal["merged", "adapter"]
 
@@ -36,17 +35,17 @@ GgufForm = Literal["merged", "adapter"]
 class ExportConfig(Section):
     """What `consolidate` leaves besides the adapter."""
 
-    affects: ClassVar = Affects("result", read_by=("consolidate",))
+    affects: ClassVar = Affects("result", stages=("consolidate",))
 
     steps: Annotated[
         tuple[Annotated[int, Field(ge=1, le=10**9)], ...],
-        Affects("plan", read_by=("preflight_run", "finetune")),
+        Affects("plan", stages=("preflight_run", "finetune")),
     ] = ()
     """Also export the adapters after these optimizer steps. Their checkpoints are kept in addition
     to `train.keep_checkpoints`."""
     merged: Annotated[
         bool,
-        Affects(read_by=("consolidate", "convert_gguf", "publish_run"), told=("evaluate_run",)),
+        Affects(stages=("consolidate", "convert_gguf", "publish_run")),
     ] = False
     """Also write a merged bf16 model (streamed, one shard in memory at a time)."""
     merge_onto: Literal["dequantized", "original"] = "original"
@@ -61,13 +60,13 @@ class ExportConfig(Section):
     model (`adapter`), or both."""
     llama_cpp: Annotated[
         str | None,
-        Affects(read_by=("publish_run",), told=("check_gguf", "convert_gguf")),
+        Affects(stages=("check_gguf", "convert_gguf")),
     ] = None
     """Folder of a llama.cpp checkout; its converters run with your rights. null = a pinned release
     from the package index."""
     serve: Annotated[
         Literal["none", "vllm", "llama_cpp"],
-        Affects(read_by=("check_served",), told=("evaluate_run",)),
+        Affects(stages=("check_served",)),
     ] = "none"
     """Local server to compare with the evaluation. It serves the merged model or the adapter on the
     original; llama.cpp serves the first format of `gguf`."""
@@ -136,12 +135,14 @@ def is_loss(requirement: str) -> bool:
 class EvaluateConfig(Section):
     """What is measured, and on which models."""
 
-    affects: ClassVar = Affects("result", read_by=("evaluate_run",))
+    affects: ClassVar = Affects("result", stages=("evaluate_run",))
 
-    subjects: Annotated[tuple[SubjectName, ...] | Literal["auto"], TOLD] = "auto"
+    subjects: tuple[SubjectName, ...] | Literal["auto"] = "auto"
     """Forms to measure. `auto`: the 16-bit original, the NF4 base, the adapter on it, the start
     adapter, an exported merged model, the served model."""
-    served: Annotated[Served | Literal["auto"], TOLD] = "auto"
+    served: Annotated[
+        Served | Literal["auto"], Affects(stages=("evaluate_run", "check_served"))
+    ] = "auto"
     """The served model, for the verdict: the adapter on NF4 (`tuned`), on the original, or merged.
     `auto`: `merged` if exported, else `tuned`."""
     heldout: Annotated[bool, CHECKED_BEFORE] = True
@@ -166,7 +167,7 @@ class EvaluateConfig(Section):
     """Wrap task items in the tokenizer's chat template."""
     samples: int = Field(8, ge=0, le=1000)
     """Held-out prompts that every form answers greedily, for comparison by reading."""
-    max_new_tokens: Annotated[int, Affects(read_by=("evaluate_run", "check_served"))] = Field(
+    max_new_tokens: Annotated[int, Affects(stages=("evaluate_run", "check_served"))] = Field(
         96, ge=1, le=8192
     )
     """Most tokens of a sample answer."""
@@ -184,16 +185,16 @@ class EvaluateConfig(Section):
     process fills GPU after GPU."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Seed of the choice of documents and samples, and of tasks."""
-    require: Annotated[
-        dict[str, float], Affects(read_by=("preflight_run",), told=("require_gain",))
-    ] = Field({})
+    require: Annotated[dict[str, float], Affects(stages=("preflight_run", "require_gain"))] = Field(
+        {}
+    )
     """Least gain of the served model over the original: `heldout_loss` (nats per token),
     `heldout_loss/<source>`, `other_text_loss` or `task/metric`; -0.02 allows a loss of 0.02. For
     preferences the least `reward_accuracy` or `reward_margin` itself. If it is missed, the workflow
     fails."""
-    require_by: Annotated[
-        Literal["estimate", "interval"], Affects(read_by=(), told=("require_gain",))
-    ] = "estimate"
+    require_by: Annotated[Literal["estimate", "interval"], Affects(stages=("require_gain",))] = (
+        "estimate"
+    )
     """The value to compare: the gain itself, or the lower end of its 95% interval."""
 
     @model_validator(mode="after")
@@ -242,7 +243,7 @@ class EvaluateConfig(Section):
 class ReportConfig(Section):
     """The report."""
 
-    affects: ClassVar = Affects("result", read_by=("render_report",))
+    affects: ClassVar = Affects("result", stages=("render_report",))
 
     title: str = Field("Fine-tuning report", min_length=1, max_length=200)
     """Title of the page."""

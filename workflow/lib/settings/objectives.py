@@ -24,7 +24,6 @@ PairLoss = Literal[
     "discopop",
 ]
 SMOOTHED: tuple[PairLoss, ...] = ("sigmoid", "robust", "exo_pair")
-SCORED = Affects(told=("score_tokens",))
 START = "start"
 ScoredModel = Annotated[str, Field(min_length=1, max_length=1024)]
 
@@ -33,9 +32,9 @@ class PreferencesConfig(Section):
     """Training on pairs of a chosen and a rejected answer, or on rated answers (`train.objective`);
     an objective takes the settings that name it."""
 
-    affects: ClassVar = Affects("result", read_by=("preflight_run", "finetune", "evaluate_run"))
+    affects: ClassVar = Affects("result", stages=("preflight_run", "finetune", "evaluate_run"))
 
-    reference: Annotated[ScoredModel, SCORED] = START
+    reference: ScoredModel = START
     """Reference model of dpo, ipo and kto: `start` of the training, by one more forward of each
     step; or stored scores of `original`, a run's name, a folder (adapter or model), or a hub
     id."""
@@ -87,12 +86,12 @@ class DistillConfig(Section):
     """Training on what a teacher says of the training data (`train.objective: distill`): the loss
     of a token is T^2 KL(teacher || student) + sft_weight (-log p)."""
 
-    affects: ClassVar = Affects("result", read_by=("preflight_run", "finetune", "evaluate_run"))
+    affects: ClassVar = Affects("result", stages=("preflight_run", "finetune", "evaluate_run"))
 
-    teacher: Annotated[ScoredModel, SCORED] = "original"
+    teacher: ScoredModel = "original"
     """The teacher: `original` in 16 bits, a run's name, a folder (adapter or model), or a hub id.
     It needs the student's tokenizer."""
-    top_k: Annotated[int, SCORED] = Field(32, ge=1, le=4096)
+    top_k: int = Field(32, ge=1, le=4096)
     """Number of the teacher's likeliest tokens to store per position; all others count as one."""
     temperature: float = Field(1.0, ge=0.01, le=100.0)
     """Temperature: it divides the log-probabilities of these k + 1 outcomes for teacher and

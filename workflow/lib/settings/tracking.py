@@ -13,7 +13,7 @@ Project = Annotated[str, Field(min_length=1, max_length=128)]
 class TrackingConfig(Section):
     """What shows a run while it trains."""
 
-    affects: ClassVar = Affects("none", read_by=("finetune",))
+    affects: ClassVar = Affects("none", stages=("finetune",))
 
     tensorboard: bool = True
     """Write TensorBoard files to `results/tensorboard/<run>/`."""

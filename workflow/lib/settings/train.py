@@ -26,7 +26,7 @@ class ModelConfig(Section):
 
     affects: ClassVar = Affects(
         "result",
-        read_by=(
+        stages=(
             "score_tokens",
             "preflight_run",
             "finetune",
@@ -47,7 +47,7 @@ class ModelConfig(Section):
     revision: str | None = Field(None, min_length=1, max_length=256)
     """Hub branch, tag or commit; null = `main`. It is resolved to a commit once and recorded."""
     add_tokens: Annotated[
-        tuple[str, ...], Affects(read_by=("extend_model", "finetune", "write_card"))
+        tuple[str, ...], Affects(stages=("extend_model", "finetune", "write_card"))
     ] = ()
     """New tokens, such as `<think>`: their rows of embedding and head are added, and trained beside
     LoRA (PEFT's `trainable_token_indices`)."""
@@ -57,7 +57,7 @@ class ModelConfig(Section):
     """Attention implementation. `auto`: on GPUs flash_attention_2 if installed, else varlen (built
     into torch) or flex (soft caps); on CPUs sdpa or eager."""
     attention_dropout: Annotated[
-        Literal[0, "family"], Affects(read_by=("preflight_run", "finetune"))
+        Literal[0, "family"], Affects(stages=("preflight_run", "finetune"))
     ] = 0
     """Dropout of attention weights in training: none, or the model family's own. `family` uses
     sdpa, which is slower, because varlen and flex have no dropout."""
@@ -87,7 +87,7 @@ class ModelConfig(Section):
 class QuantizeConfig(Section):
     """NF4 quantization of the base (QLoRA, arXiv 2305.14314)."""
 
-    affects: ClassVar = Affects("result", read_by=("quantize_base", "preflight_run", "write_card"))
+    affects: ClassVar = Affects("result", stages=("quantize_base", "preflight_run", "write_card"))
 
     block_size: Literal[64, 128, 256, 512] = 64
     """Weights that share one scale (absmax)."""
@@ -109,7 +109,7 @@ class QuantizeConfig(Section):
 class LoraSettings(Section):
     """The adapter (LoRA, arXiv 2106.09685), as PEFT understands it."""
 
-    affects: ClassVar = Affects("result", read_by=("preflight_run", "finetune"))
+    affects: ClassVar = Affects("result", stages=("preflight_run", "finetune"))
 
     r: Rank = 16
     """Rank of the update."""
@@ -164,18 +164,15 @@ class LoraSettings(Section):
 class TrainConfig(Section):
     """The optimization."""
 
-    affects: ClassVar = Affects("result", read_by=("preflight_run", "finetune"))
+    affects: ClassVar = Affects("result", stages=("preflight_run", "finetune"))
 
     objective: Annotated[
         ObjectiveName,
-        Affects(
-            read_by=("preflight_run", "finetune", "evaluate_run"),
-            told=("tokenize_dataset",),
-        ),
+        Affects(stages=("preflight_run", "finetune", "evaluate_run")),
     ] = "sft"
     """Objective: the next token (`sft`), pairs (`dpo`, `ipo`, `simpo`, `orpo`), rated answers
     (`kto`, see `preferences`), or a teacher's predictions (see `distill`)."""
-    start_from: Annotated[str | None, Affects(read_by=("finetune",))] = Field(
+    start_from: Annotated[str | None, Affects(stages=("finetune",))] = Field(
         None, min_length=1, max_length=4096
     )
     """Adapter to continue: a run's name, a folder (`./name` if a run has this name), or a hub id;
@@ -359,7 +356,7 @@ class TrainConfig(Section):
 class HardwareConfig(Section):
     """Machines and memory."""
 
-    affects: ClassVar = Affects("plan", read_by=("preflight_run",))
+    affects: ClassVar = Affects("plan", stages=("preflight_run",))
 
     gpus: Annotated[int, Field(ge=0, le=4096)] | Literal["auto"] = "auto"
     """GPUs of a run on each node; `auto` = all visible ones; 0 = train on the CPU."""

@@ -177,7 +177,7 @@ def continued(
 
 
 def check_continued(checks: Mapping[str, Any], folder: Path, start: str) -> None:
-    """Raise `UserError` unless `layout.checks_json`'s runs have the adapter's `lora` settings and
+    """Raise `UserError` unless `layout.model_checks`'s runs have the adapter's `lora` settings and
     train rows of tokens as it does."""
     config = read_adapter_config(folder)
     settings = adapter_settings(config, start)

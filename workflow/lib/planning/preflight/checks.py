@@ -126,7 +126,7 @@ def check_model(
 
 
 def check_models(checks: Mapping[str, Any], shape: ModelShape, config: Mapping[str, Any]) -> None:
-    """Call `check_settings` for each of the runs in `layout.checks_json`."""
+    """Call `check_settings` for each of the runs in `layout.model_checks`."""
     for name, run in checks.get("runs", {}).items():
         settings = RunConfig.model_validate(run)
         try:
