@@ -26,7 +26,6 @@ def export(run, output, *, step, checkpoints=None, summary=None):
             config=CONFIG.model_dump(mode="json", include={"model", "export"}),
             checkpoints=checkpoints or arguments(run).checkpoints,
             step=step,
-            adapter_config=run / "finetune" / "adapter_config.json",
             base=run / "base",
             model=run / "model",
             manifest=run / "tokens" / "manifest.json",

@@ -10,7 +10,6 @@ from pathlib import Path
 from snakemake.exceptions import WorkflowError
 from snakemake.logging import logger
 from snakemake.settings.types import DeploymentMethod
-from snakemake.utils import update_config
 
 # Snakemake has put the folder of this file first. A Snakefile from a git host comes without the folders beside it.
 sys.path[:0] = map(str, Path(sys.path[0]).parents[1:2])
