@@ -31,7 +31,7 @@ ARTIFACTS = {
             "model-00001-of-00001.safetensors model.safetensors.index.json quantization.json "
             "tokenizer.json tokenizer_config.json"
         ),
-        "evaluations/*": "heldout-*.json samples-*.json",
+        "evaluations/*": "heldout-*.json other_texts-*.json samples-*.json",
         "benchmarks/*": "*.tsv",
         "report": "comparison.csv report.html",
         "settings/*": "*.json",
