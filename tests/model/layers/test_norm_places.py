@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from workflow.lib.kernels.rows.norm import _places, _readable
+from workflow.lib.kernels.rows.norm import _readable, _strides
 
 NUMBERS = torch.arange(2 * 5 * 7 * 9 * 4)
 WIDE = NUMBERS.view(2, 5, 7, 36)[..., 8:20]
@@ -26,7 +26,7 @@ def test_rows_lie_where_kernels_read_them(layout):
     x, copied = LAYOUTS[layout]
     taken = _readable(x)
     assert (taken is not x) == copied
-    heads, token, head = _places(taken)
+    heads, token, head = _strides(taken)
     rows = torch.arange(x.numel() // x.shape[-1])
     first = rows // heads * token + rows % heads * head + taken.storage_offset()
     memory = torch.as_strided(taken, (int(first.max()) + x.shape[-1],), (1,), 0)

@@ -132,8 +132,8 @@ class Op(Generic[P, R]):
         except Exception as error:
             reason = str(error).strip().partition("\n")[0]
             return f"it cannot be built here ({reason}); {WITHOUT}"
-        given = self.case(device, *variant)
-        expected = _results(self.reference, given if self.exact else _in_fp32(given))
+        arguments = self.case(device, *variant)
+        expected = _results(self.reference, arguments if self.exact else _in_fp32(arguments))
         if all(self.agree(x, y) for x, y in zip(made, expected, strict=True)):
             return None
         return f"it computes something else on this GPU; {WITHOUT}"
@@ -213,10 +213,10 @@ def keeping(tensors: int, forward: Forward, backward: Backward | None = None) ->
     autograd's, from a recomputation."""
     apply: Forward = _KeepingInputs.apply
 
-    def node(*given: Any) -> torch.Tensor:
-        others = given[tensors:]
+    def node(*arguments: Any) -> torch.Tensor:
+        others = arguments[tensors:]
         back = backward and (lambda grad, *kept: backward(grad, *kept, *others))
-        return apply(lambda *kept: forward(*kept, *others), back, *given[:tensors])
+        return apply(lambda *kept: forward(*kept, *others), back, *arguments[:tensors])
 
     return node
 
@@ -237,15 +237,15 @@ class _KeepingInputs(torch.autograd.Function):
         forward, backward = ctx.functions
         tensors, needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
         if backward is not None:
-            found = backward(grads[0], *tensors)
-            made = [found] if isinstance(found, torch.Tensor) else [*found]
+            result = backward(grads[0], *tensors)
+            made = [result] if isinstance(result, torch.Tensor) else [*result]
             return None, None, *made, *[None] * (len(tensors) - len(made))
         again = [
-            None if x is None else x.detach().requires_grad_(asked)
-            for x, asked in zip(tensors, needed, strict=True)
+            None if x is None else x.detach().requires_grad_(needed_inputs)
+            for x, needed_inputs in zip(tensors, needed, strict=True)
         ]
         with torch.enable_grad():
             output = forward(*again)
-        asked = [x for x in again if x is not None and x.requires_grad]
-        found = iter(torch.autograd.grad(output, asked, grads))
-        return None, None, *(next(found) if asked else None for asked in needed)
+        needed_inputs = [x for x in again if x is not None and x.requires_grad]
+        result = iter(torch.autograd.grad(output, needed_inputs, grads))
+        return None, None, *(next(result) if needed_inputs else None for needed_inputs in needed)

@@ -48,8 +48,8 @@ def check_arguments(
             "Set it to sdpa or eager, or model.attention_dropout to 0",
         )
     bidirectional = True if is_causal is False else None
-    asked = {**others, "attention_mask": attention_mask, "is_causal": bidirectional}
-    unknown = {name for name, value in asked.items() if value is not None} - WITHOUT_EFFECT
+    named = {**others, "attention_mask": attention_mask, "is_causal": bidirectional}
+    unknown = {name for name, value in named.items() if value is not None} - WITHOUT_EFFECT
     if unknown:
         raise setting_error(
             "model.attention",

@@ -166,8 +166,8 @@ def all_scores(
     scores = query @ key.transpose(2, 3) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    places = torch.arange(query.shape[2], device=query.device)
-    seen = (places <= places[:, None]) & (places >= first[:, None, :, None])
+    positions = torch.arange(query.shape[2], device=query.device)
+    seen = (positions <= positions[:, None]) & (positions >= first[:, None, :, None])
     scores = scores.masked_fill(~seen, float("-inf")).float()
     if sinks is not None:
         column = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
@@ -204,7 +204,7 @@ class _Kernel(torch.autograd.Function):
         order = sorted(range(4), key=query.stride, reverse=True)
         shape = (*query.shape[:-1], value.shape[-1])
         output = torch.empty_permuted(shape, order, dtype=value.dtype, device=value.device)
-        log_sums, _ = _of_queries(query), _of_queries(query)
+        log_sums, _ = _per_query(query), _per_query(query)
         ctx.save_for_backward(query, key, value, output, log_sums)
         ctx.flop = attention_flop(query, value, keys=keys)
         launch("flex_attention.forward", (), output, query, key, value, flop=ctx.flop)
@@ -213,10 +213,10 @@ class _Kernel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, output, _ = ctx.saved_tensors
-        _products = _of_queries(query)  # of gradient and output, while the kernel runs
+        _products = _per_query(query)  # of gradient and output, while the kernel runs
         grads = (torch.empty_like(query), torch.empty_like(key), torch.empty_like(value))
-        given = (grad, query, key, value, output)
-        launch("flex_attention.backward", (), *grads, *given, flop=2.5 * ctx.flop)
+        inputs = (grad, query, key, value, output)
+        launch("flex_attention.backward", (), *grads, *inputs, flop=2.5 * ctx.flop)
         return *grads, None
 
 
@@ -232,7 +232,7 @@ class _Sinks(torch.autograd.Function):
         return torch.empty_like(output), torch.empty_like(sinks)
 
 
-def _of_queries(query: torch.Tensor) -> torch.Tensor:
+def _per_query(query: torch.Tensor) -> torch.Tensor:
     """Return one fp32 number for each query and head."""
     return query.new_empty(query.shape[:-1], dtype=torch.float32)
 

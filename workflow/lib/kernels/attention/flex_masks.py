@@ -69,12 +69,12 @@ class PackedMasks:
 def first_keys(position_ids: torch.Tensor, kind: MaskKind) -> torch.Tensor:
     """Return the first key (rows, seq_len) int32, as its place in the row, that each query sees.
     position_ids: (rows, seq_len), from 0 in each document. The result never falls along a row."""
-    places = torch.arange(position_ids.shape[1], device=position_ids.device)
-    first = places - position_ids
+    positions = torch.arange(position_ids.shape[1], device=position_ids.device)
+    first = positions - position_ids
     if kind.window is not None:
-        first = first.maximum(places - kind.window + 1)
+        first = first.maximum(positions - kind.window + 1)
     if kind.chunk is not None:
-        first = first.maximum(places - position_ids % kind.chunk)
+        first = first.maximum(positions - position_ids % kind.chunk)
     return first.to(torch.int32)
 
 

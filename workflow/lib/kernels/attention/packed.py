@@ -88,8 +88,8 @@ def varlen_attention(
         k, v = shared_prompts.gathered(k), shared_prompts.gathered(v)
         bounds, longest = shared_prompts.bounds, shared_prompts.longest
     if query.shape[-1] > WIDEST_HEAD:
-        given = (q, k, v, cu_seq_lens_q)
-        wide = wide_attention(*given, scale=scaling, window=sliding_window, longest=max_length_q)
+        inputs = (q, k, v, cu_seq_lens_q)
+        wide = wide_attention(*inputs, scale=scaling, window=sliding_window, longest=max_length_q)
         return wide[None], None
     alike = (cu_seq_lens_q.numel() - 1) * max_length_q == query.shape[2]
     output: Any = None

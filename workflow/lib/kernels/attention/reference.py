@@ -58,7 +58,7 @@ def reference_attention(
     attention_mask: torch.Tensor | None,
     *,
     sliding_window: int | None = None,
-    **told: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Call the family's eager attention; raises `UserError` if the mask has another window."""
     config: Any = module.config
@@ -79,7 +79,7 @@ def reference_attention(
             "with. Choose another model.source."
         )
     output: tuple[torch.Tensor, torch.Tensor | None] = eager(
-        module, query, key, value, attention_mask, sliding_window=sliding_window, **told
+        module, query, key, value, attention_mask, sliding_window=sliding_window, **options
     )
     return output
 

@@ -77,9 +77,9 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         shared, (grad,) = ctx.shared, grads
-        of_tokens = grad.index_select(0, shared.own)
-        of_tokens.index_add_(0, shared.prompt, grad.index_select(0, shared.copies))
-        return of_tokens, None
+        grad_tokens = grad.index_select(0, shared.own)
+        grad_tokens.index_add_(0, shared.prompt, grad.index_select(0, shared.copies))
+        return grad_tokens, None
 
 
 def document_starts(position_ids: Any) -> Any:
@@ -95,8 +95,8 @@ def kept_tokens(
     """Return which tokens of rows (rows, seq_len) are kept when the two documents of every example
     share their common tokens before a trained one. Padding is not kept."""
     kept = np.ones(position_ids.shape, dtype=np.bool_)
-    for ids, places, trained, left in zip(input_ids, position_ids, loss_mask, kept, strict=True):
-        starts = [*np.flatnonzero(places == 0).tolist(), len(places)]
+    for ids, positions, trained, left in zip(input_ids, position_ids, loss_mask, kept, strict=True):
+        starts = [*np.flatnonzero(positions == 0).tolist(), len(positions)]
         for first, second, end in zip(starts[::2], starts[1::2], starts[2::2], strict=False):
             one, other = slice(first, second), slice(second, end)
             length = _common(ids[one], ids[other], trained[one], trained[other])
@@ -115,14 +115,14 @@ def _common(one: npt.NDArray[Any], other: npt.NDArray[Any], *trained: npt.NDArra
 
 def prompt_mask(position_ids: torch.Tensor, kind: MaskKind) -> torch.Tensor:
     """Return which keys each query sees (rows, 1, tokens, tokens) bool."""
-    places = torch.arange(position_ids.shape[1], device=position_ids.device)
+    positions = torch.arange(position_ids.shape[1], device=position_ids.device)
     starts = document_starts(position_ids)
     number = starts.cumsum(dim=1)
-    begins = torch.where(starts, places, 0).cummax(dim=1).values
-    of_other = position_ids.gather(1, begins)  # tokens of the document before
+    begins = torch.where(starts, positions, 0).cummax(dim=1).values
+    prompt_length = position_ids.gather(1, begins)  # tokens of the document before
     query, key = position_ids[:, :, None], position_ids[:, None, :]
     before = number[:, :, None] - number[:, None, :]
-    seen: torch.Tensor = (before == 0) | ((before == 1) & (key < of_other[:, :, None]))
+    seen: torch.Tensor = (before == 0) | ((before == 1) & (key < prompt_length[:, :, None]))
     seen &= key <= query
     if kind.window is not None:
         seen &= query - key < kind.window

@@ -70,12 +70,12 @@ class Seen(NamedTuple):
     def of(cls, bounds: torch.Tensor, tokens: int, window: int | None) -> "Seen":
         """bounds: of documents (documents + 1,), the last may repeat; window: most keys of a query,
         itself included."""
-        places = torch.arange(tokens, dtype=torch.int32, device=bounds.device)
-        after = torch.bucketize(places, bounds, right=True)
+        positions = torch.arange(tokens, dtype=torch.int32, device=bounds.device)
+        after = torch.bucketize(positions, bounds, right=True)
         first, last = bounds[after - 1], bounds[after]
         if window is not None:
-            first = torch.maximum(first, places - (window - 1))
-            last = torch.minimum(last, places + window)
+            first = torch.maximum(first, positions - (window - 1))
+            last = torch.minimum(last, positions + window)
         return cls(first, last)
 
 
@@ -86,8 +86,8 @@ def by_torch(
     group = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query, key) * scale
-    places = torch.arange(query.shape[0], device=query.device)
-    mask = (places >= seen.first[:, None]) & (places <= places[:, None])
+    positions = torch.arange(query.shape[0], device=query.device)
+    mask = (positions >= seen.first[:, None]) & (positions <= positions[:, None])
     shares = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1)
     return torch.einsum("hqk,khd->qhd", shares, value)
 
@@ -146,8 +146,8 @@ class _WideAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, output, log_sums, *seen = ctx.saved_tensors
-        given = (grad, query, key, value, output, log_sums, Seen(*seen), ctx.scale, ctx.keys)
-        return *backward(*given), None, None, None, None
+        inputs = (grad, query, key, value, output, log_sums, Seen(*seen), ctx.scale, ctx.keys)
+        return *backward(*inputs), None, None, None, None
 
 
 def forward(
@@ -182,14 +182,16 @@ def backward(
     grad, output = grad.contiguous(), output.contiguous()
     sums = torch.empty_like(log_sums)
     call.sum_products(sums, grad, output)
-    of_query, of_key, of_value = (x.new_empty(x.shape) for x in call.inputs)
-    given = (grad, log_sums, sums, *call.inputs, seen.first)
-    call.launch("attention_of_queries", call.heads, of_query, *given, *call.strides, factor=scale)
+    grad_query, grad_key, grad_value = (x.new_empty(x.shape) for x in call.inputs)
+    inputs = (grad, log_sums, sums, *call.inputs, seen.first)
     call.launch(
-        "attention_of_keys", call.groups, of_key, of_value, *given, seen.last, *call.strides,
+        "attention_of_queries", call.heads, grad_query, *inputs, *call.strides, factor=scale
+    )
+    call.launch(
+        "attention_of_keys", call.groups, grad_key, grad_value, *inputs, seen.last, *call.strides,
         factor=scale,
     )  # fmt: skip
-    return of_query, of_key, of_value
+    return grad_query, grad_key, grad_value
 
 
 class _Call(NamedTuple):
@@ -234,10 +236,10 @@ class _Call(NamedTuple):
     ) -> None:
         """Start a kernel for all tiles of this many heads."""
         tile = _tiles(self.inputs[0].device)[name]
-        out, *given = arguments
+        out, *inputs = arguments
         assert isinstance(out, torch.Tensor)
         launch(
-            f"wide_attention.{name}", (-(-self.tokens // tile.rows), heads), out, *given,
+            f"wide_attention.{name}", (-(-self.tokens // tile.rows), heads), out, *inputs,
             self.tokens, self.heads, self.heads // self.groups, self.scale * LOG2_E, **numbers,
             **self._widths, rows=tile.rows, columns=tile.columns, num_warps=tile.warps,
             num_stages=tile.stages,

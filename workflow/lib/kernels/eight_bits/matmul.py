@@ -131,8 +131,8 @@ def decoded(
 ) -> torch.Tensor:
     """Return W' = W / s of an NF4 weight W in 8 bits, (out, in), or transposed (in, out)."""
     decode = decode_columns if transposed else decode_rows
-    given = (PackedStack(data, 1, *shape), scales, 0, shape[transposed], FLOAT8)
-    weight: torch.Tensor = by_kernel_on_gpus(decode, *given)
+    operands = (PackedStack(data, 1, *shape), scales, 0, shape[transposed], FLOAT8)
+    weight: torch.Tensor = by_kernel_on_gpus(decode, *operands)
     return weight[0]
 
 

@@ -31,15 +31,15 @@ def unfilled(size: Sequence[int], device: torch.device, *, dtype: torch.dtype = 
     return Rounded(values, torch.empty((size[0], 1), dtype=torch.float32, device=device))
 
 
-def by_kernel_on_gpus(op: Op[Any, Any], *given: Any) -> Any:
+def by_kernel_on_gpus(op: Op[Any, Any], *inputs: Any) -> Any:
     """Compute by torch's operations on CPUs alone: on a GPU they exceed the planned memory. Raises
     `UserError` on a GPU that cannot use the kernel."""
-    if not op.takes_kernel(*given) and first_tensor(given).device.type in GPUS:
+    if not op.takes_kernel(*inputs) and first_tensor(inputs).device.type in GPUS:
         raise UserError(
             f"train.matmul_dtype: float8 on a GPU needs the kernel for {op.name}, which cannot be "
             "used here (see the log). Install Triton with a C compiler, or set it to compute_dtype."
         )
-    return op(*given)
+    return op(*inputs)
 
 
 def rounded(rows: torch.Tensor, *, factors: torch.Tensor | None = None) -> Rounded:
@@ -58,9 +58,9 @@ def _round_by_kernel(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows = rows.contiguous()
     num_rows, width = rows.shape
-    given = (scales, rows, rows if factors is None else factors, width)
+    inputs = (scales, rows, rows if factors is None else factors, width)
     options: dict[str, Any] = {"most": LARGEST, "folds": factors is not None}
-    launch("eight_bits.round_rows", (num_rows,), values, *given, **_row_program(width), **options)
+    launch("eight_bits.round_rows", (num_rows,), values, *inputs, **_row_program(width), **options)
     return values, scales
 
 

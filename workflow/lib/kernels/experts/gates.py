@@ -65,11 +65,11 @@ def gradients_by_torch_(
     with torch.enable_grad():
         leaf = up.detach().requires_grad_()
         product = function(leaf)
-    of_weights = torch.empty(weights.numel(), dtype=torch.float32, device=weights.device)
-    of_weights[order] = (grad * product.detach()).sum(1, dtype=torch.float32)
+    grad_weights = torch.empty(weights.numel(), dtype=torch.float32, device=weights.device)
+    grad_weights[order] = (grad * product.detach()).sum(1, dtype=torch.float32)
     weighted = grad.mul_(weights.reshape(-1, 1)[order])
-    (of_up,) = torch.autograd.grad(product, leaf, weighted)
-    return product.detach(), of_up, of_weights.view(weights.shape)
+    (grad_up,) = torch.autograd.grad(product, leaf, weighted)
+    return product.detach(), grad_up, grad_weights.view(weights.shape)
 
 
 def _gradients_by_torch_(
@@ -82,14 +82,14 @@ def _gradients_by_kernel_(
     grad: torch.Tensor, up: torch.Tensor, weights: torch.Tensor, order: torch.Tensor, form: GateForm
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     num_rows, width = grad.shape
-    of_weights = torch.empty(weights.shape, dtype=torch.float32, device=weights.device)
+    grad_weights = torch.empty(weights.shape, dtype=torch.float32, device=weights.device)
     size = min(PROGRAM_ELEMENTS, power_of_two(width))
     launch(
-        "experts.gated_backward", (num_rows,), of_weights, grad, up, weights.contiguous(), order,
+        "experts.gated_backward", (num_rows,), grad_weights, grad, up, weights.contiguous(), order,
         width, form.alpha, form.limit, size=size, **form.options,
     )  # fmt: skip
     increment_version((grad, up))  # a second backward is refused
-    return grad, up, of_weights
+    return grad, up, grad_weights
 
 
 def _case_of_gradients(device: torch.device, dtype: torch.dtype, kind: str) -> Case:

@@ -50,7 +50,7 @@ def row_tiles(ends: torch.Tensor, *, num_rows: int) -> torch.Tensor:
     tiles = torch.empty((2, most), dtype=torch.int32, device=ends.device)
     launch(
         "experts.row_tiles", (-(-most // TABLE_TILES),), tiles, ends, num_experts, most,
-        rows=TILE_ROWS, size=power_of_two(num_experts), some=TABLE_TILES, num_warps=WARPS,
+        rows=TILE_ROWS, size=power_of_two(num_experts), tile_count=TABLE_TILES, num_warps=WARPS,
     )  # fmt: skip
     return tiles
 
@@ -139,8 +139,8 @@ def _sorted_by_expert(top_k_index: torch.Tensor, *, num_experts: int) -> Routing
     experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
     numbers = torch.arange(max(num_experts, len(order)), device=order.device)
     ends = torch.searchsorted(experts, numbers[:num_experts], right=True, out_int32=True)
-    places = torch.empty_like(order).scatter_(0, order, numbers[: len(order)])
-    return Routing(order, places.view(top_k_index.shape), ends, None, top_k_index.shape[-1])
+    positions = torch.empty_like(order).scatter_(0, order, numbers[: len(order)])
+    return Routing(order, positions.view(top_k_index.shape), ends, None, top_k_index.shape[-1])
 
 
 def _with_tiles(routing: Routing) -> Routing:
@@ -153,30 +153,30 @@ def summed_by_token(
 ) -> torch.Tensor:
     """Return the sum (T, width) of each token's rows (T * k, width), times `weights` (T, k) if any,
     in fp32, rounded once, in the order of choices, without a copy of the rows."""
-    return sum_by_token(rows, routing.places, weights)
+    return sum_by_token(rows, routing.positions, weights)
 
 
 def _sum_by_kernel(
-    rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None
+    rows: torch.Tensor, positions: torch.Tensor, weights: torch.Tensor | None
 ) -> torch.Tensor:
-    num_tokens, top_k = places.shape
+    num_tokens, top_k = positions.shape
     width = rows.shape[1]
     out = rows.new_empty(num_tokens, width)
     launch(
         "elementwise.sum_by_token", (num_tokens, -(-width // PROGRAM_ELEMENTS)), out,
-        rows.contiguous(), places.contiguous(),
-        places if weights is None else weights.contiguous(),  # an unread pointer without weights
+        rows.contiguous(), positions.contiguous(),
+        positions if weights is None else weights.contiguous(),  # an unread pointer without weights
         width, top_k, weighted=weights is not None, size=PROGRAM_ELEMENTS, num_warps=WARPS,
     )  # fmt: skip
     return out
 
 
 def _sum_by_torch(
-    rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None
+    rows: torch.Tensor, positions: torch.Tensor, weights: torch.Tensor | None
 ) -> torch.Tensor:
-    total = rows.new_zeros((len(places), rows.shape[1]), dtype=torch.float32)
-    for choice in range(places.shape[1]):
-        part = rows[places[:, choice]]
+    total = rows.new_zeros((len(positions), rows.shape[1]), dtype=torch.float32)
+    for choice in range(positions.shape[1]):
+        part = rows[positions[:, choice]]
         if weights is None:
             total += part
         else:
@@ -225,9 +225,9 @@ def _rows_by_torch(
     else:
         _scaled_grouped_mm(out, rows, weights, routing)
     if update is not None:
-        of_low = torch.empty_like(out, memory_format=torch.contiguous_format)
-        _grouped_mm(of_low, update.low, update.small, routing)
-        out.add_(of_low, alpha=update.scale)
+        grad_low = torch.empty_like(out, memory_format=torch.contiguous_format)
+        _grouped_mm(grad_low, update.low, update.small, routing)
+        out.add_(grad_low, alpha=update.scale)
     return out if bias is None else out.add_(bias[routing.experts])
 
 
@@ -238,7 +238,7 @@ def bias_products(rows: Rows, bias: torch.Tensor, routing: Routing) -> torch.Ten
         rows_matmul(rows, Weights(bias[:, None]), routing, out=products)
     else:
         products = (_sorted(rows, routing) * bias[routing.experts]).sum(1, dtype=torch.float32)
-    return products.view(-1)[routing.places]
+    return products.view(-1)[routing.positions]
 
 
 def weights_matmul(
@@ -252,16 +252,16 @@ def weights_matmul(
 def _weights_by_torch(
     out: torch.Tensor, left: torch.Tensor, right: Rows, routing: Routing, scale: float
 ) -> torch.Tensor:
-    there = _sorted(right, routing)
+    sorted_right = _sorted(right, routing)
     if _torch_groups(left):
-        sums = nn.functional.grouped_mm(left.t(), there, offs=routing.ends)
+        sums = nn.functional.grouped_mm(left.t(), sorted_right, offs=routing.ends)
         # Otherwise the kernel leaves a sum over no rows undefined.
         empty = (routing.counts == 0)[:, None, None]
         sums = sums.float().masked_fill_(empty, 0.0)
     else:
-        sums = left.new_empty(len(routing.ends), left.shape[1], there.shape[1])
+        sums = left.new_empty(len(routing.ends), left.shape[1], sorted_right.shape[1])
         for expert, (start, stop) in enumerate(_ranges(routing)):
-            torch.mm(left[start:stop].t(), there[start:stop], out=sums[expert])
+            torch.mm(left[start:stop].t(), sorted_right[start:stop], out=sums[expert])
         sums = sums.float()
     return out.copy_(sums[:, : out.shape[1]]).mul_(scale)
 

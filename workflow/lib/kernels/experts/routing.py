@@ -9,7 +9,7 @@ class Routing(NamedTuple):
     """The expert of each row. A token has one row for each of its k experts."""
 
     order: torch.Tensor  # (T * k,) int64: place (token * k + choice) of each row, sorted by expert
-    places: torch.Tensor  # (T, k) int64: the inverse, the row of each place
+    positions: torch.Tensor  # (T, k) int64: the inverse, the row of each place
     ends: torch.Tensor  # (experts,) int32: where the rows of each expert end
     tiles: torch.Tensor | None  # the kernels' tiles of rows; None without kernels
     top_k: int

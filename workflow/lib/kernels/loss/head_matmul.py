@@ -41,9 +41,9 @@ def states_gradient(slope: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return slope W (rows, hidden_size): the gradient of the hidden states of `head_matmul`.
     slope: (rows, vocab), fast in aligned rows; weight: (vocab, hidden_size), cast to its type."""
     weight = weight.to(slope.dtype)
-    whole, *rest = _parts(len(weight))
+    whole, *remaining_parts = _parts(len(weight))
     gradient = slope[:, whole] @ weight[whole]
-    for part in rest:
+    for part in remaining_parts:
         gradient.addmm_(slope[:, part], weight[part])
     return gradient
 

@@ -86,10 +86,10 @@ def _by_bitsandbytes(
     count, at_once = out.numel() // length, max(1, REFERENCE_WEIGHTS // stride)
     parts = []
     for i in range(0, count, at_once):
-        some = min(at_once, count - i)
+        num_pieces = min(at_once, count - i)
         start = first + i * stride
-        whole = _range(data, start, start + (some - 1) * stride + length, out.dtype)
-        parts.append(whole.as_strided((some, length), (stride, 1)).flatten())
+        whole = _range(data, start, start + (num_pieces - 1) * stride + length, out.dtype)
+        parts.append(whole.as_strided((num_pieces, length), (stride, 1)).flatten())
     return torch.cat(parts).view(out.shape)
 
 

@@ -14,10 +14,10 @@ from workflow.lib.kernels.kernel_launch import launch, power_of_two
 def chunked(x: torch.Tensor, chunk: int, heads: tuple[int, int]) -> torch.Tensor:
     """Return (rows, tokens, heads, ...) as (chunks, rows, *heads, chunk, ...) in float32, with
     zeros after the last token. heads: groups, and heads of each."""
-    rows, tokens, _, *rest = x.shape
+    rows, tokens, _, *trailing = x.shape
     count = -(-tokens // chunk)
-    padding = (0, 0) * (1 + len(rest)) + (0, count * chunk - tokens)
-    apart = nn.functional.pad(x, padding).view(rows, count, chunk, *heads, *rest)
+    padding = (0, 0) * (1 + len(trailing)) + (0, count * chunk - tokens)
+    apart = nn.functional.pad(x, padding).view(rows, count, chunk, *heads, *trailing)
     order = (1, 0, 3, 4, 2, *range(5, apart.dim()))
     return _copied(apart.permute(order), torch.float32)
 
@@ -91,7 +91,12 @@ class Sizes:
         return parts_of(self.widths[side], columns[side])
 
     def launch(
-        self, name: str, num_programs: int, out: torch.Tensor, *given: torch.Tensor, **options: Any
+        self,
+        name: str,
+        num_programs: int,
+        out: torch.Tensor,
+        *arguments: torch.Tensor,
+        **options: Any,
     ) -> None:
         """Start a kernel that writes to `out` and perhaps tensors after it: most multiply a chunk
         by states twice."""
@@ -99,7 +104,7 @@ class Sizes:
         columns = dict(zip(self.columns_named, self._columns(name), strict=True))
         tile = self.programs[name]
         launch(
-            f"{self.module}.{name}", (num_programs,), out, *given, tokens=self.tokens,
+            f"{self.module}.{name}", (num_programs,), out, *arguments, tokens=self.tokens,
             chunks=self.chunks, heads=self.heads, share=self.share, **self.widths, **columns,
             precision="ieee" if self.dtype == torch.float32 else "tf32", num_warps=tile.warps,
             num_stages=tile.stages, **options, flop=4.0 * self.tiles * CHUNK * one * other,
@@ -113,9 +118,9 @@ LEAST_COLUMNS = {2: 64, 4: 16}  # of a program, by the bytes of a value; see `de
 def spaced(x: torch.Tensor) -> torch.Tensor:
     """Return x (rows, tokens, heads, width) with equal distances and contiguous heads."""
     rows, tokens = x.shape[:2]
-    of_row, of_token, _, of_column = x.stride()
-    alike = rows == 1 or of_row == tokens * of_token
-    return x if alike and of_column == 1 else x.contiguous()
+    row_stride, token_stride, _, column_stride = x.stride()
+    alike = rows == 1 or row_stride == tokens * token_stride
+    return x if alike and column_stride == 1 else x.contiguous()
 
 
 def strides_of(**tensors: torch.Tensor) -> dict[str, int]:

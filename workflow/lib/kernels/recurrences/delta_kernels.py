@@ -68,23 +68,23 @@ def backward(
     rule = _rule(k, v)
     u, w, inverse, sums = _prepared(rule, k, v, g, beta, keeps=True)
     states, new = _scanned(rule, k, u, w, sums)
-    of_states, of_new = _scanned_back(rule, grad, q, k, w, sums)
+    grad_states, grad_new = _scanned_back(rule, grad, q, k, w, sums)
 
-    of_q, of_k = (v.new_empty(*v.shape[:3], k.shape[3]) for _ in range(2))  # of value heads
+    grad_q, grad_k = (v.new_empty(*v.shape[:3], k.shape[3]) for _ in range(2))  # of value heads
     num_parts = rule.parts("chunk_backward", "key_width")
-    partial, of_right = sums.new_empty(rule.tiles, 2, num_parts, CHUNK), torch.empty_like(w)
+    partial, grad_right = sums.new_empty(rule.tiles, 2, num_parts, CHUNK), torch.empty_like(w)
     rule.launch(
-        "chunk_backward", rule.tiles * num_parts, of_q, of_k, of_right, partial,
-        grad, q, k, beta, new, of_new, states, of_states, inverse, sums,
+        "chunk_backward", rule.tiles * num_parts, grad_q, grad_k, grad_right, partial,
+        grad, q, k, beta, new, grad_new, states, grad_states, inverse, sums,
         **strides_of(grad=grad, query=q, key=k),
     )  # fmt: skip
-    del states, of_states, new
-    of_v, of_g, of_beta = (like(x) for x in (v, g, beta))
+    del states, grad_states, new
+    grad_v, grad_g, grad_beta = (like(x) for x in (v, g, beta))
     rule.launch(
-        "system_backward", rule.tiles, of_k, of_v, of_g, of_beta, of_right, partial,
-        k, v, beta, u, w, of_new, inverse, sums, **strides_of(key=k, value=v), parts=num_parts,
+        "system_backward", rule.tiles, grad_k, grad_v, grad_g, grad_beta, grad_right, partial,
+        k, v, beta, u, w, grad_new, inverse, sums, **strides_of(key=k, value=v), parts=num_parts,
     )  # fmt: skip
-    return _summed(of_q, q), _summed(of_k, k), of_v, of_g, of_beta
+    return _summed(grad_q, q), _summed(grad_k, k), grad_v, grad_g, grad_beta
 
 
 def _rule(k: torch.Tensor, v: torch.Tensor) -> Sizes:
@@ -137,16 +137,16 @@ def _scanned_back(
     sums: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradients of the states after chunks, and of `new`."""
-    of_new = w.new_empty(rule.tiles, CHUNK, grad.shape[3])
-    of_states = w.new_empty(rule.tiles, k.shape[3], grad.shape[3])
+    grad_new = w.new_empty(rule.tiles, CHUNK, grad.shape[3])
+    grad_states = w.new_empty(rule.tiles, k.shape[3], grad.shape[3])
     distances = strides_of(grad=grad, query=q, key=k)
-    rule.launch("within_backward", rule.tiles, of_new, grad, q, k, sums, **distances)
+    rule.launch("within_backward", rule.tiles, grad_new, grad, q, k, sums, **distances)
     num_programs = rule.rows * rule.heads * rule.parts("scan_backward", "value_width")
     rule.launch(
-        "scan_backward", num_programs, of_states, of_new, grad, q, k, w, sums,
+        "scan_backward", num_programs, grad_states, grad_new, grad, q, k, w, sums,
         **distances,
     )  # fmt: skip
-    return of_states, of_new
+    return grad_states, grad_new
 
 
 def _summed(by_value_head: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -52,9 +52,9 @@ def by_kernels(
     """Return the result of `gated_delta_rule`, by kernels."""
     others = value, g, beta
     if normalize:
-        of_queries, of_keys = _unit_norms(query)
+        query_norms, key_norms = _unit_norms(query)
         return delta_kernels.forward(
-            norm.forward(query, of_queries), norm.forward(key, of_keys), *others
+            norm.forward(query, query_norms), norm.forward(key, key_norms), *others
         )
     return delta_kernels.forward(query * query.shape[-1] ** -0.5, key, *others)
 
@@ -71,14 +71,14 @@ def gradients(
     """Return the gradients of the rule's inputs for that of its output, by kernels."""
     others = value, g, beta
     if normalize:
-        of_queries, of_keys = _unit_norms(query)
-        taken = norm.forward(query, of_queries), norm.forward(key, of_keys)
-        of_query, of_key, *of_others = delta_kernels.backward(grad, *taken, *others)
-        of_query = norm.backward(of_query, query, of_queries)
-        return [of_query, norm.backward(of_key, key, of_keys), *of_others]
+        query_norms, key_norms = _unit_norms(query)
+        taken = norm.forward(query, query_norms), norm.forward(key, key_norms)
+        grad_query, grad_key, *grad_others = delta_kernels.backward(grad, *taken, *others)
+        grad_query = norm.backward(grad_query, query, query_norms)
+        return [grad_query, norm.backward(grad_key, key, key_norms), *grad_others]
     scale = query.shape[-1] ** -0.5
-    of_query, *of_rest = delta_kernels.backward(grad, query * scale, key, *others)
-    return [of_query * scale, *of_rest]
+    grad_query, *grad_others = delta_kernels.backward(grad, query * scale, key, *others)
+    return [grad_query * scale, *grad_others]
 
 
 class _UnitNorm:
@@ -113,16 +113,16 @@ def by_torch(
 ) -> torch.Tensor:
     """Return the result of `gated_delta_rule`, by torch's operations and with their memory."""
     tokens, groups = key.shape[1:3]
-    of_values = (groups, value.shape[2] // groups)
+    value_groups = (groups, value.shape[2] // groups)
     q, k = (chunked(x, CHUNK, (groups, 1)) for x in (query, key))
-    v, log_decay, rate = (chunked(x, CHUNK, of_values) for x in (value, g, beta))
+    v, log_decay, rate = (chunked(x, CHUNK, value_groups) for x in (value, g, beta))
     q, k = (_direction(x) if normalize else x for x in (q, k))
     q = q * key.shape[-1] ** -0.5
     sums = log_decay.cumsum(dim=-1)
     between, since, until = decays(sums), sums.exp(), (sums[..., -1:] - sums).exp()
     system = (k @ k.mT) * between * rate[..., None]
-    known = torch.cat((v, k * since[..., None]), dim=-1) * rate[..., None]
-    solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
+    right_sides = torch.cat((v, k * since[..., None]), dim=-1) * rate[..., None]
+    solved = torch.linalg.solve_triangular(system, right_sides, upper=False, unitriangular=True)
     new, read = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
     left = k * until[..., None]
     kept = torch.diag_embed(since[..., -1:].expand(*since.shape[:-1], k.shape[-1]))
@@ -157,13 +157,13 @@ class _Chain(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         by, states = ctx.saved_tensors
-        of_states = grads[0].reshape(states.shape)
+        grad_states = grads[0].reshape(states.shape)
         after = torch.empty_like(states)  # the gradient of the state after each chunk
         after[-1].zero_()
         for i in range(len(states) - 1, 0, -1):
-            torch.baddbmm(of_states[i], by[i].mT, after[i], out=after[i - 1])
-        of_matrices, of_added = ctx.shapes
-        return (after @ states.mT).view(of_matrices), after.view(of_added)
+            torch.baddbmm(grad_states[i], by[i].mT, after[i], out=after[i - 1])
+        matrices_shape, added_shape = ctx.shapes
+        return (after @ states.mT).view(matrices_shape), after.view(added_shape)
 
 
 def _case(
@@ -173,9 +173,9 @@ def _case(
     query, key = torch.randn(2, 1, CASE_TOKENS, 1, key_width, generator=draw)
     value = torch.randn(1, CASE_TOKENS, share, value_width, generator=draw)
     decay, rate = torch.rand(2, 1, CASE_TOKENS, share, generator=draw)
-    given = [x.to(device, dtype) for x in (query, key, value)]
-    given += [-decay.to(device), rate.to(device, dtype)]
-    return *(x.requires_grad_() for x in given), True
+    arguments = [x.to(device, dtype) for x in (query, key, value)]
+    arguments += [-decay.to(device), rate.to(device, dtype)]
+    return *(x.requires_grad_() for x in arguments), True
 
 
 def _supports(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> bool:

@@ -64,9 +64,9 @@ def backward(
 ) -> torch.Tensor:
     """Return the gradient of x alone for `grad`, that of the convolution, by a kernel."""
     x = _by_token(x)
-    of_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _launch("convolution.convolved_backward", of_x, (_by_token(grad), x), weight, bias, silu=silu)
-    return of_x
+    grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _launch("convolution.convolved_backward", grad_x, (_by_token(grad), x), weight, bias, silu=silu)
+    return grad_x
 
 
 def _summed(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -85,7 +85,7 @@ def _by_token(x: torch.Tensor) -> torch.Tensor:
 def _launch(
     kernel: str,
     out: torch.Tensor,
-    given: tuple[torch.Tensor, ...],
+    inputs: tuple[torch.Tensor, ...],
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     *,
@@ -93,9 +93,9 @@ def _launch(
 ) -> None:
     weight = weight.contiguous()
     rows, tokens, channels = out.shape
-    strides = [stride for x in reversed(given) for stride in x.stride()[:2]]
+    strides = [stride for x in reversed(inputs) for stride in x.stride()[:2]]
     launch(
-        kernel, (rows * -(-tokens // ROWS), -(-channels // COLUMNS)), out, *given, weight,
+        kernel, (rows * -(-tokens // ROWS), -(-channels // COLUMNS)), out, *inputs, weight,
         weight if bias is None else bias, tokens, channels, *strides,
         taps=weight.shape[1], biased=bias is not None, silu=silu, rows=ROWS, columns=COLUMNS,
         num_warps=WARPS,

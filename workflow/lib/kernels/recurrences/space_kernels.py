@@ -81,25 +81,25 @@ def backward(
     space = _space(x, into)
     sums = _cumulated(space, x, step, decay)
     states = _passed(space, x, step, into, sums, back=False)
-    of_states = _passed(space, grad, step, out_of, sums, back=True)
+    grad_states = _passed(space, grad, step, out_of, sums, back=True)
     distances = strides_of(grad=grad, x=x, into=into, out_of=out_of)
 
-    of_x, of_step = like(x), like(step)
+    grad_x, grad_step = like(x), like(step)
     space.launch(
-        "inputs_backward", space.tiles, of_x, of_step, grad, x, step, decay, into, out_of,
+        "inputs_backward", space.tiles, grad_x, grad_step, grad, x, step, decay, into, out_of,
         decay if skip is None else skip,  # an unread pointer without D
-        states, of_states, sums, **distances, skips=skip is not None,
+        states, grad_states, sums, **distances, skips=skip is not None,
     )  # fmt: skip
     portions = parts_of(space.share, PORTION)
-    of_into, of_out_of = (_by_portion(y, portions) for y in (into, out_of))
+    grad_into, grad_out_of = (_by_portion(y, portions) for y in (into, out_of))
     num_programs = space.rows * space.chunks * space.groups * portions
     num_programs *= space.parts("shared_backward", "state_width")
     space.launch(
-        "shared_backward", num_programs, of_into, of_out_of,
-        grad, x, step, into, out_of, states, of_states, sums,
+        "shared_backward", num_programs, grad_into, grad_out_of,
+        grad, x, step, into, out_of, states, grad_states, sums,
         **distances, portions=portions, portion=parts_of(space.share, portions),
     )  # fmt: skip
-    return of_x, of_step, _summed(of_into, into), _summed(of_out_of, out_of)
+    return grad_x, grad_step, _summed(grad_into, into), _summed(grad_out_of, out_of)
 
 
 def _space(x: torch.Tensor, into: torch.Tensor) -> Sizes:

@@ -77,14 +77,14 @@ def _backward(
     bias: torch.Tensor | None,
     steps: Steps,
 ) -> list[torch.Tensor]:
-    given = dt.detach().requires_grad_()
+    leaf = dt.detach().requires_grad_()
     with torch.enable_grad():
-        step = steps.made(given, bias)
-    of_x, of_step, of_into, of_out_of = space_kernels.backward(
+        step = steps.made(leaf, bias)
+    grad_x, grad_step, grad_into, grad_out_of = space_kernels.backward(
         grad, x, step.detach(), decay, into, out_of, skip
     )
-    (of_dt,) = torch.autograd.grad(step, given, of_step)
-    return [of_x, of_dt, of_into, of_out_of]
+    (grad_dt,) = torch.autograd.grad(step, leaf, grad_step)
+    return [grad_x, grad_dt, grad_into, grad_out_of]
 
 
 def by_torch(
@@ -104,11 +104,11 @@ def by_torch(
     inputs = chunked(x, CHUNK, heads)
     into, out_of = (chunked(y, CHUNK, (groups, 1)).squeeze(3) for y in (into, out_of))
     sums = (step * decay.float().view(*heads, 1)).cumsum(dim=-1)
-    given = inputs * step[..., None]
-    output = ((out_of @ into.mT)[:, :, :, None] * decays(sums)) @ given
+    weighted_inputs = inputs * step[..., None]
+    output = ((out_of @ into.mT)[:, :, :, None] * decays(sums)) @ weighted_inputs
     # A group's heads have their states side by side: B and C are not repeated for them.
     until = (sums[..., -1:] - sums).exp()
-    left = (given * until[..., None]).mT.flatten(3, 4) @ into
+    left = (weighted_inputs * until[..., None]).mT.flatten(3, 4) @ into
     states = _states_before(left.unflatten(3, (heads[1], -1)), sums[..., -1])
     read = (out_of @ states.flatten(3, 4).mT).unflatten(-1, (heads[1], -1)).movedim(-2, 3)
     output = output + read * sums.exp()[..., None]
@@ -143,10 +143,10 @@ def _case(
     return *leaves, -decay, skip, None, Steps(softplus=False, limits=(0.0, float("inf")))
 
 
-def _supports(*given: Any) -> bool:
+def _supports(*arguments: Any) -> bool:
     """The kernels compute no gradients of decay, skip and bias."""
-    _, _, into, _, *of_heads, _ = given
-    trained = any(y is not None and y.requires_grad for y in of_heads)
+    _, _, into, _, *head_inputs, _ = arguments
+    trained = any(y is not None and y.requires_grad for y in head_inputs)
     return not trained and into.shape[3] <= space_kernels.MOST_STATES
 
 

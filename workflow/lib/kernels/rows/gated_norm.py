@@ -89,5 +89,5 @@ gated_norm = Op(
     reference=keeping(2, by_torch),
     kernel=keeping(2, forward, backward),
     case=_case,
-    variant=lambda *given: (given[0].dtype, given[2].gate_first),
+    variant=lambda *arguments: (arguments[0].dtype, arguments[2].gate_first),
 )

@@ -21,8 +21,8 @@ def _silu_parts(
     grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradients of gate and up for that of silu(gate) * up, which is overwritten."""
-    of_up = nn.functional.silu(gate).mul_(grad)
-    return torch.ops.aten.silu_backward(grad.mul_(up), gate), of_up
+    grad_up = nn.functional.silu(gate).mul_(grad)
+    return torch.ops.aten.silu_backward(grad.mul_(up), gate), grad_up
 
 
 def _gelu_tanh(gate: torch.Tensor) -> torch.Tensor:
@@ -32,8 +32,8 @@ def _gelu_tanh(gate: torch.Tensor) -> torch.Tensor:
 def _gelu_tanh_parts(
     grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    of_up = _gelu_tanh(gate).mul_(grad)
-    return torch.ops.aten.gelu_backward(grad.mul_(up), gate, approximate="tanh"), of_up
+    grad_up = _gelu_tanh(gate).mul_(grad)
+    return torch.ops.aten.gelu_backward(grad.mul_(up), gate, approximate="tanh"), grad_up
 
 
 Gates = tuple[torch.Tensor, torch.Tensor]
@@ -64,8 +64,8 @@ class Gating(NamedTuple):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the product, and the gradients of gate and up for `grad`, which is overwritten."""
         product = self.activated(gate).mul_(up)
-        of_gate, of_up = ACTIVATIONS[self.activation][1](grad, self.multiplied(gate), up)
-        return product, self.multiplied(of_gate), of_up
+        grad_gate, grad_up = ACTIVATIONS[self.activation][1](grad, self.multiplied(gate), up)
+        return product, self.multiplied(grad_gate), grad_up
 
 
 def row_distance(gate: torch.Tensor, up: torch.Tensor) -> int:
@@ -76,21 +76,21 @@ def row_distance(gate: torch.Tensor, up: torch.Tensor) -> int:
 
 
 def _gated_by_kernel(
-    gate: torch.Tensor, up: torch.Tensor, of_gate: LowRank, of_up: LowRank, gating: Gating
+    gate: torch.Tensor, up: torch.Tensor, gate_part: LowRank, up_part: LowRank, gating: Gating
 ) -> torch.Tensor:
     product = gate.new_empty(gate.shape)
     launch_with_parts(
         "low_rank.act_and_mul", product, gate, up, row_distance(gate, up), gating.multiplier,
-        parts=[of_gate, of_up],
-        gate_rank=of_gate.rank, up_rank=of_up.rank, kind=gating.activation,
+        parts=[gate_part, up_part],
+        gate_rank=gate_part.rank, up_rank=up_part.rank, kind=gating.activation,
     )  # fmt: skip
     return product
 
 
 def _gated_by_torch(
-    gate: torch.Tensor, up: torch.Tensor, of_gate: LowRank, of_up: LowRank, gating: Gating
+    gate: torch.Tensor, up: torch.Tensor, gate_part: LowRank, up_part: LowRank, gating: Gating
 ) -> torch.Tensor:
-    return gating.activated(_with_part(gate, of_gate)).mul_(_with_part(up, of_up))
+    return gating.activated(_with_part(gate, gate_part)).mul_(_with_part(up, up_part))
 
 
 def _with_part(value: torch.Tensor, part: LowRank) -> torch.Tensor:
@@ -108,11 +108,12 @@ Parts = tuple[LowRank, LowRank, LowRank]
 def _gradients_by_kernel_(
     grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, parts: Parts, gating: Gating
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    of_gate, of_up, of_grad = parts
+    gate_part, up_part, grad_part = parts
     launch_with_parts(
         "low_rank.act_and_mul_backward", grad, gate, up, row_distance(gate, up), gating.multiplier,
         parts=[*parts],
-        gate_rank=of_gate.rank, up_rank=of_up.rank, grad_rank=of_grad.rank, kind=gating.activation,
+        gate_rank=gate_part.rank, up_rank=up_part.rank, grad_rank=grad_part.rank,
+        kind=gating.activation,
     )  # fmt: skip
     # Autograd does not see Triton's writes. With a new version it refuses a second backward,
     # which would read the gradients in `gate` and `up` as forward's saved tensors.
@@ -125,8 +126,8 @@ def _gradients_by_torch_(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     whole = (_with_part(x, part) for x, part in zip((gate, up, grad), parts, strict=True))
     lower, upper, slope = whole
-    product, of_gate, of_up = gating.gradients(slope, lower, upper)
-    return grad.copy_(product), gate.copy_(of_gate), up.copy_(of_up)
+    product, grad_gate, grad_up = gating.gradients(slope, lower, upper)
+    return grad.copy_(product), gate.copy_(grad_gate), up.copy_(grad_up)
 
 
 def _case_of_gradients(device: torch.device, dtype: torch.dtype, activation: str) -> Case:

@@ -18,8 +18,8 @@ def summed_products(grad: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Return the sum over tokens of grad times y (..., out), in fp32."""
     total = torch.zeros(y.shape[-1], device=y.device)
     rows = (x.flatten(0, -2).chunk(GRADIENT_CHUNKS) for x in (grad, y))
-    for of_rows, part in zip(*rows, strict=True):
-        total += of_rows.to(torch.float32, copy=True).mul_(part).sum(dim=0)
+    for factor_rows, part in zip(*rows, strict=True):
+        total += factor_rows.to(torch.float32, copy=True).mul_(part).sum(dim=0)
     return total
 
 
@@ -93,8 +93,8 @@ def _gated_by_torch_(
 ) -> tuple[torch.Tensor, ...]:
     product, *parts = gating.gradients(grad, gate, up)
     sums = [summed_products(part, y) for part, y in zip(parts, (gate, up), strict=True)]
-    of_gate, of_up = (part.mul_(factor) for part, factor in zip(parts, factors, strict=True))
-    return grad.copy_(product), gate.copy_(of_gate), up.copy_(of_up), *sums
+    grad_gate, grad_up = (part.mul_(factor) for part, factor in zip(parts, factors, strict=True))
+    return grad.copy_(product), gate.copy_(grad_gate), up.copy_(grad_up), *sums
 
 
 def _case_of_gate(device: torch.device, dtype: torch.dtype, activation: str) -> Case:

@@ -63,17 +63,19 @@ def forward(x: torch.Tensor, norm: Norm) -> torch.Tensor:
     x = _readable(x)
     out = torch.empty_like(x)
     bias = norm.weight if norm.bias is None else norm.bias  # an unread pointer without bias
-    given = (x, norm.weight, bias, *_places(out, x))
-    _launch("norm.norm", out, *given, norm=norm, biased=norm.bias is not None)
+    inputs = (x, norm.weight, bias, *_strides(out, x))
+    _launch("norm.norm", out, *inputs, norm=norm, biased=norm.bias is not None)
     return out
 
 
 def backward(grad: torch.Tensor, x: torch.Tensor, norm: Norm) -> torch.Tensor:
     """Return the gradient of x (..., width) for `grad`, that of the norm, by a kernel."""
     x, grad = _readable(x), _readable(grad)
-    of_x = torch.empty_like(x)
-    _launch("norm.norm_backward", of_x, grad, x, norm.weight, *_places(of_x, grad, x), norm=norm)
-    return of_x
+    grad_x = torch.empty_like(x)
+    _launch(
+        "norm.norm_backward", grad_x, grad, x, norm.weight, *_strides(grad_x, grad, x), norm=norm
+    )
+    return grad_x
 
 
 def _readable(x: torch.Tensor) -> torch.Tensor:
@@ -86,7 +88,7 @@ def _readable(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous()
 
 
-def _places(*tensors: torch.Tensor) -> tuple[int, ...]:
+def _strides(*tensors: torch.Tensor) -> tuple[int, ...]:
     """Return the heads of a token, and the distances of tokens and heads in each tensor; of
     contiguous tensors one head."""
     if all(x.is_contiguous() for x in tensors):
@@ -95,12 +97,12 @@ def _places(*tensors: torch.Tensor) -> tuple[int, ...]:
     return tensors[0].shape[-2], *(y for x in tensors for y in (x.stride(tokens), x.stride(-2)))
 
 
-def _launch(kernel: str, out: torch.Tensor, *given: Any, norm: Norm, **options: Any) -> None:
+def _launch(kernel: str, out: torch.Tensor, *inputs: Any, norm: Norm, **options: Any) -> None:
     width = out.shape[-1]
     num_rows, size = out.numel() // width, power_of_two(width)
     rows = max(1, ELEMENTS // size)
     launch(
-        kernel, (-(-num_rows // rows),), out, *given, norm.eps, num_rows, width,
+        kernel, (-(-num_rows // rows),), out, *inputs, norm.eps, num_rows, width,
         offset=norm.offset, subtracts_mean=norm.subtracts_mean, rows=rows, size=size,
         num_warps=min(32, max(4, rows * size // 32 // THREAD_ELEMENTS)), **options,
     )  # fmt: skip

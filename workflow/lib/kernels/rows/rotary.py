@@ -63,7 +63,8 @@ def _by_kernel(
         cos.shape[0] * cos.shape[1], *cos.stride()[1:], heads, head_dim, *distances,
         back=back, pairs=pairs, neighbours=neighbours,
         heads=power_of_two(heads), width=power_of_two(pairs),
-        rest=power_of_two(head_dim - 2 * pairs) if head_dim > 2 * pairs else 0, num_warps=WARPS,
+        unrotated=power_of_two(head_dim - 2 * pairs) if head_dim > 2 * pairs else 0,
+        num_warps=WARPS,
     )  # fmt: skip
     return out
 
@@ -71,25 +72,27 @@ def _by_kernel(
 def _with_one_distance(angles: torch.Tensor) -> torch.Tensor:
     """Return angles (rows, seq_len, pairs) whose tokens lie at equal distances."""
     rows, seq_len, _ = angles.shape
-    of_row, of_token, _ = angles.stride()
-    return angles if rows == 1 or of_row == seq_len * of_token else angles.contiguous()
+    row_stride, token_stride, _ = angles.stride()
+    return angles if rows == 1 or row_stride == seq_len * token_stride else angles.contiguous()
 
 
 def _token_distance(x: torch.Tensor) -> int | None:
     """Return the elements between the starts of two tokens of x (rows, seq_len, heads, head_dim),
     if they are equal and heads are contiguous; else None."""
     rows, seq_len, heads, head_dim = x.shape
-    of_row, of_token, of_head, of_dim = x.stride()
-    distance = of_token if seq_len > 1 else of_row
-    alike = rows == 1 or seq_len == 1 or of_row == seq_len * of_token
-    return distance if alike and of_dim == 1 and (heads == 1 or of_head == head_dim) else None
+    row_stride, token_stride, head_stride, dim_stride = x.stride()
+    distance = token_stride if seq_len > 1 else row_stride
+    alike = rows == 1 or seq_len == 1 or row_stride == seq_len * token_stride
+    return (
+        distance if alike and dim_stride == 1 and (heads == 1 or head_stride == head_dim) else None
+    )
 
 
 def _by_torch(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool, neighbours: bool
 ) -> torch.Tensor:
     width = 2 * cos.shape[-1]
-    turned, rest = x.split([width, x.shape[-1] - width], dim=-1)
+    turned, unrotated = x.split([width, x.shape[-1] - width], dim=-1)
     cos, sin = cos[:, :, None], sin[:, :, None]
     if back:
         sin = -sin
@@ -99,7 +102,7 @@ def _by_torch(
         first, second = turned.chunk(2, dim=-1)
     parts = first * cos - second * sin, second * cos + first * sin
     turned = torch.stack(parts, dim=-1).flatten(-2) if neighbours else torch.cat(parts, dim=-1)
-    return torch.cat((turned.to(x.dtype), rest), dim=-1)
+    return torch.cat((turned.to(x.dtype), unrotated), dim=-1)
 
 
 def _case(device: torch.device, dtype: torch.dtype, neighbours: bool) -> Case:

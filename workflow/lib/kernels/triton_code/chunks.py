@@ -42,16 +42,16 @@ def decays(total):
 @triton.jit
 def store_rows(x, value, at, stride, left, start, width, size: tl.constexpr):
     """Write 64 rows from offset `at`, or the `left` ones, in `size` columns from `start`."""
-    places, inside = rows_places(stride, left, start, width, size)
-    tl.store(x + at + places, value.to(x.dtype.element_ty), mask=inside)
+    offsets, inside = rows_places(stride, left, start, width, size)
+    tl.store(x + at + offsets, value.to(x.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def rows_places(stride, left, start, width, size: tl.constexpr):
     """Return where such rows lie from `at`, within int32, and which of them there are."""
     row, column = tl.arange(0, CHUNK), start + tl.arange(0, size)
-    places = row[:, None] * stride + column[None, :]
-    return places, (row < left)[:, None] & (column < width)[None, :]
+    offsets = row[:, None] * stride + column[None, :]
+    return offsets, (row < left)[:, None] & (column < width)[None, :]
 
 
 @triton.jit
@@ -60,8 +60,8 @@ def load_state(
     rows: tl.constexpr, columns: tl.constexpr,
 ):  # fmt: skip
     """Return `rows` rows and `columns` columns of a tile's state (height, width)."""
-    places, inside = state_places(row_start, start, height, width, rows, columns)
-    return tl.load(x + tile * height * width + places, mask=inside, other=0.0)
+    offsets, inside = state_places(row_start, start, height, width, rows, columns)
+    return tl.load(x + tile * height * width + offsets, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -71,5 +71,5 @@ def state_places(
 ):  # fmt: skip
     """Return where they lie in the tile, within int32, and which of them there are."""
     row, column = row_start + tl.arange(0, rows), start + tl.arange(0, columns)
-    places = row[:, None] * width + column[None, :]
-    return places, (row < height)[:, None] & (column < width)[None, :]
+    offsets = row[:, None] * width + column[None, :]
+    return offsets, (row < height)[:, None] & (column < width)[None, :]

@@ -9,14 +9,14 @@ import triton.language as tl
 
 @triton.jit
 def convolved(
-    out, x, weight, bias, tokens, channels, of_row, of_token,
+    out, x, weight, bias, tokens, channels, x_row, x_token,
     taps: tl.constexpr, biased: tl.constexpr, silu: tl.constexpr,
     rows: tl.constexpr, columns: tl.constexpr,
 ):  # fmt: skip
     """A block of the outputs (rows, tokens, channels), contiguous; x has the given strides."""
     row, token, channel = _block(tokens, rows, columns)
     value = _sums(
-        x + row * of_row, weight, bias, token, channel, tokens, channels, of_token, taps, biased
+        x + row * x_row, weight, bias, token, channel, tokens, channels, x_token, taps, biased
     )
     if silu:
         value = value * tl.sigmoid(value)
@@ -27,33 +27,33 @@ def convolved(
 
 @triton.jit
 def convolved_backward(
-    of_x, grad, x, weight, bias, tokens, channels, of_row, of_token, grad_row, grad_token,
+    grad_x, grad, x, weight, bias, tokens, channels, x_row, x_token, grad_row, grad_token,
     taps: tl.constexpr, biased: tl.constexpr, silu: tl.constexpr,
     rows: tl.constexpr, columns: tl.constexpr,
 ):  # fmt: skip
     """A block of the inputs' gradients (rows, tokens, channels), contiguous."""
     row, token, channel = _block(tokens, rows, columns)
-    there = (channel < channels)[None, :]
+    inside_channels = (channel < channels)[None, :]
     slope = tl.zeros((rows, columns), dtype=tl.float32)
     for ahead in tl.static_range(taps):
         later = token + ahead
-        inside = (later < tokens)[:, None] & there
+        inside = (later < tokens)[:, None] & inside_channels
         at = row * grad_row + later[:, None] * grad_token + channel[None, :]
-        of_sum = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+        grad_sum = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
         if silu:
             value = _sums(
-                x + row * of_row, weight, bias, later, channel, tokens, channels, of_token, taps,
+                x + row * x_row, weight, bias, later, channel, tokens, channels, x_token, taps,
                 biased,
             )  # fmt: skip
             share = tl.sigmoid(value)
-            of_sum *= share * (1 + value * (1 - share))
+            grad_sum *= share * (1 + value * (1 - share))
         tap = tl.load(
             weight + channel * taps + taps - 1 - ahead, mask=channel < channels, other=0.0
         )
-        slope += of_sum * tap.to(tl.float32)[None, :]
+        slope += grad_sum * tap.to(tl.float32)[None, :]
     at = (row * tokens + token[:, None]) * channels + channel[None, :]
-    inside = (token < tokens)[:, None] & there
-    tl.store(of_x + at, slope.to(of_x.dtype.element_ty), mask=inside)
+    inside = (token < tokens)[:, None] & inside_channels
+    tl.store(grad_x + at, slope.to(grad_x.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -68,18 +68,18 @@ def _block(tokens, rows: tl.constexpr, columns: tl.constexpr):
 
 @triton.jit
 def _sums(
-    x, weight, bias, token, channel, tokens, channels, of_token,
+    x, weight, bias, token, channel, tokens, channels, x_token,
     taps: tl.constexpr, biased: tl.constexpr,
 ):  # fmt: skip
     """Sums over the taps for these tokens of a row, fp32; the last tap is the token's own."""
-    known = channel < channels
+    inside_channels = channel < channels
     value = tl.zeros((token.shape[0], channel.shape[0]), dtype=tl.float32)
     if biased:
-        value += tl.load(bias + channel, mask=known, other=0.0).to(tl.float32)[None, :]
+        value += tl.load(bias + channel, mask=inside_channels, other=0.0).to(tl.float32)[None, :]
     for tap in tl.static_range(taps):
         at = token - (taps - 1) + tap
-        inside = ((at >= 0) & (at < tokens))[:, None] & known[None, :]
-        read = tl.load(x + at[:, None] * of_token + channel[None, :], mask=inside, other=0.0)
-        factor = tl.load(weight + channel * taps + tap, mask=known, other=0.0)
+        inside = ((at >= 0) & (at < tokens))[:, None] & inside_channels[None, :]
+        read = tl.load(x + at[:, None] * x_token + channel[None, :], mask=inside, other=0.0)
+        factor = tl.load(weight + channel * taps + tap, mask=inside_channels, other=0.0)
         value += read.to(tl.float32) * factor.to(tl.float32)[None, :]
     return value

@@ -135,14 +135,14 @@ def output(
 
 @triton.jit
 def within_backward(
-    of_new, grad, query, key, sums,
+    grad_new, grad, query, key, sums,
     tokens, chunks, heads, share, grad_token, grad_head, query_token, query_head, key_token,
     key_head,
     key_width: tl.constexpr, value_width: tl.constexpr, keys: tl.constexpr, values: tl.constexpr,
     precision: tl.constexpr,
 ):  # fmt: skip
     """A^T grad of a chunk: the gradient of `new` from the output of its own chunk."""
-    kind: tl.constexpr = of_new.dtype.element_ty
+    kind: tl.constexpr = grad_new.dtype.element_ty
     first, left, head, tile = chunk_place(tl.program_id(0), tokens, chunks, heads)
     queries_at = first * query_token + head // share * query_head
     keys_at = first * key_token + head // share * key_head
@@ -155,14 +155,14 @@ def within_backward(
     within = (within * tl.trans(decays(total))).to(kind)
     grads_at = first * grad_token + head * grad_head
     for start in range(0, value_width, values):
-        of_out = _rows(grad, grads_at, grad_token, left, start, value_width, values)
-        product = dot(within, of_out, kind, precision)
-        _store_tile(of_new, product, tile, start, value_width, values)
+        grad_out = _rows(grad, grads_at, grad_token, left, start, value_width, values)
+        product = dot(within, grad_out, kind, precision)
+        _store_tile(grad_new, product, tile, start, value_width, values)
 
 
 @triton.jit
 def scan_backward(
-    of_states, of_new, grad, query, key, w, sums,
+    grad_states, grad_new, grad, query, key, w, sums,
     tokens, chunks, heads, share, grad_token, grad_head, query_token, query_head, key_token,
     key_head,
     key_width: tl.constexpr, value_width: tl.constexpr, keys: tl.constexpr, values: tl.constexpr,
@@ -170,44 +170,44 @@ def scan_backward(
 ):  # fmt: skip
     """The gradient of the state after each chunk, and in place its contribution to that of `new`,
     in `values` columns of a head. keys: the power of two that holds the key width."""
-    kind: tl.constexpr = of_new.dtype.element_ty
+    kind: tl.constexpr = grad_new.dtype.element_ty
     parts: tl.constexpr = (value_width + values - 1) // values
     lane = tl.program_id(0) // parts
     start = tl.program_id(0) % parts * values
     head, row = lane % heads, (lane // heads).to(tl.int64)
-    of_state = tl.zeros([keys, values], tl.float32)
+    grad_state = tl.zeros([keys, values], tl.float32)
     for step in range(chunks):
         chunk = chunks - 1 - step
         tile = lane.to(tl.int64) * chunks + chunk
         first, left = row * tokens + chunk * CHUNK, tokens - chunk * CHUNK
-        _store_state(of_states, of_state, tile, start, key_width, value_width, keys, values)
+        _store_state(grad_states, grad_state, tile, start, key_width, value_width, keys, values)
         total, last = load_sums(sums, tile)
         keys_at = first * key_token + head // share * key_head
         k = _rows(key, keys_at, key_token, left, 0, key_width, keys)
-        of_added = _load_tile(of_new, tile, start, value_width, values).to(tl.float32)
-        of_added += dot(k, of_state, kind, precision) * tl.exp(last - total)[:, None]
-        _store_tile(of_new, of_added, tile, start, value_width, values)
+        grad_added = _load_tile(grad_new, tile, start, value_width, values).to(tl.float32)
+        grad_added += dot(k, grad_state, kind, precision) * tl.exp(last - total)[:, None]
+        _store_tile(grad_new, grad_added, tile, start, value_width, values)
         queries_at = first * query_token + head // share * query_head
         q = _rows(query, queries_at, query_token, left, 0, key_width, keys)
         grads_at = first * grad_token + head * grad_head
-        of_out = _rows(grad, grads_at, grad_token, left, start, value_width, values)
-        of_out = of_out.to(tl.float32) * tl.exp(total)[:, None]
+        grad_out = _rows(grad, grads_at, grad_token, left, start, value_width, values)
+        grad_out = grad_out.to(tl.float32) * tl.exp(total)[:, None]
         right = _load_tile(w, tile, 0, key_width, keys)
-        of_state = of_state * tl.exp(last) + dot(tl.trans(q), of_out, kind, precision)
-        of_state += dot(tl.trans(right), -of_added, kind, precision)
+        grad_state = grad_state * tl.exp(last) + dot(tl.trans(q), grad_out, kind, precision)
+        grad_state += dot(tl.trans(right), -grad_added, kind, precision)
 
 
 @triton.jit
 def chunk_backward(
-    of_query, of_key, of_right, partial, grad, query, key, beta, new, of_new, states, of_states,
-    inverse, sums,
+    grad_query, grad_key, grad_right, partial, grad, query, key, beta, new, grad_new, states,
+    grad_states, inverse, sums,
     tokens, chunks, heads, share, grad_token, grad_head, query_token, query_head, key_token,
     key_head,
     key_width: tl.constexpr, value_width: tl.constexpr, keys: tl.constexpr, values: tl.constexpr,
     precision: tl.constexpr,
 ):  # fmt: skip
     """Gradients in `keys` columns of the queries and keys that a value head reads in a chunk: all
-    of the queries', and that of the keys without the part through S. of_right: the gradient of b
+    of the queries', and that of the keys without the part through S. grad_right: the gradient of b
     exp(s) K, T^T (-of_new H^T). partial: these columns' contributions to the gradients of s and b,
     (tiles, 2, parts, 64)."""
     kind: tl.constexpr = new.dtype.element_ty
@@ -215,31 +215,33 @@ def chunk_backward(
     part, token = tl.program_id(0) % parts, tl.arange(0, CHUNK)
     column = part * keys
     first, left, head, tile = chunk_place(tl.program_id(0) // parts, tokens, chunks, heads)
-    of_within = tl.zeros([CHUNK, CHUNK], tl.float32)
+    grad_within = tl.zeros([CHUNK, CHUNK], tl.float32)
     from_state = tl.zeros([CHUNK, keys], tl.float32)
     to_state = tl.zeros([CHUNK, keys], tl.float32)
-    of_w = tl.zeros([CHUNK, keys], tl.float32)
+    grad_w = tl.zeros([CHUNK, keys], tl.float32)
     carried = tl.zeros([keys], tl.float32)
     grads_at = first * grad_token + head * grad_head
     for start in range(0, value_width, values):
-        of_out = _rows(grad, grads_at, grad_token, left, start, value_width, values)
+        grad_out = _rows(grad, grads_at, grad_token, left, start, value_width, values)
         added = _load_tile(new, tile, start, value_width, values)
-        of_added = _load_tile(of_new, tile, start, value_width, values)
+        grad_added = _load_tile(grad_new, tile, start, value_width, values)
         state = load_state(states, tile, column, start, key_width, value_width, keys, values)
-        of_state = load_state(of_states, tile, column, start, key_width, value_width, keys, values)
-        of_within += dot(of_out, tl.trans(added), kind, precision)
-        from_state += dot(of_out, tl.trans(state), kind, precision)
-        to_state += dot(added, tl.trans(of_state), kind, precision)
-        of_w += dot(of_added, tl.trans(state), kind, precision)
-        carried += tl.sum(state.to(tl.float32) * of_state.to(tl.float32), 1)
+        grad_state = load_state(
+            grad_states, tile, column, start, key_width, value_width, keys, values
+        )
+        grad_within += dot(grad_out, tl.trans(added), kind, precision)
+        from_state += dot(grad_out, tl.trans(state), kind, precision)
+        to_state += dot(added, tl.trans(grad_state), kind, precision)
+        grad_w += dot(grad_added, tl.trans(state), kind, precision)
+        carried += tl.sum(state.to(tl.float32) * grad_state.to(tl.float32), 1)
     total, last = load_sums(sums, tile)
     since = tl.exp(total)
     rate = tl.load(beta + (first + token) * heads + head, mask=token < left, other=0.0)
     rate = rate.to(tl.float32)
     solved = _load_tile(inverse, tile, 0, CHUNK, CHUNK)
-    of_r = dot(tl.trans(solved), -of_w, kind, precision)
-    _store_tile(of_right, of_r, tile, column, key_width, keys)
-    of_r *= since[:, None]
+    grad_r = dot(tl.trans(solved), -grad_w, kind, precision)
+    _store_tile(grad_right, grad_r, tile, column, key_width, keys)
+    grad_r *= since[:, None]
     from_state *= since[:, None]
     to_state *= tl.exp(last - total)[:, None]
 
@@ -247,29 +249,29 @@ def chunk_backward(
     q = _rows(query, at, query_token, left, column, key_width, keys)
     at = first * key_token + head // share * key_head
     k = _rows(key, at, key_token, left, column, key_width, keys)
-    of_scores = of_within * decays(total)
-    of_q = from_state + dot(of_scores, k, kind, precision)
+    grad_scores = grad_within * decays(total)
+    grad_q = from_state + dot(grad_scores, k, kind, precision)
     at, stride = (first * heads + head) * key_width, heads * key_width
-    store_rows(of_query, of_q, at, stride, left, column, key_width, keys)
-    of_k = to_state + of_r * rate[:, None] + dot(tl.trans(of_scores), q, kind, precision)
-    store_rows(of_key, of_k, at, stride, left, column, key_width, keys)
+    store_rows(grad_query, grad_q, at, stride, left, column, key_width, keys)
+    grad_k = to_state + grad_r * rate[:, None] + dot(tl.trans(grad_scores), q, kind, precision)
+    store_rows(grad_key, grad_k, at, stride, left, column, key_width, keys)
 
-    of_scores *= dot(q, tl.trans(k), kind, precision)
-    of_rate = tl.sum(of_r * k.to(tl.float32), 1)
+    grad_scores *= dot(q, tl.trans(k), kind, precision)
+    grad_rate = tl.sum(grad_r * k.to(tl.float32), 1)
     ending = tl.sum(to_state * k.to(tl.float32), 1)
-    of_sums = tl.sum(of_scores, 1) - tl.sum(of_scores, 0) - ending
-    of_sums += tl.sum(from_state * q.to(tl.float32), 1) + of_rate * rate
-    of_last = tl.sum(ending, 0) + tl.exp(last) * tl.sum(carried, 0)
-    of_sums += tl.where(token == CHUNK - 1, of_last, 0.0)
+    grad_sums = tl.sum(grad_scores, 1) - tl.sum(grad_scores, 0) - ending
+    grad_sums += tl.sum(from_state * q.to(tl.float32), 1) + grad_rate * rate
+    grad_last = tl.sum(ending, 0) + tl.exp(last) * tl.sum(carried, 0)
+    grad_sums += tl.where(token == CHUNK - 1, grad_last, 0.0)
     partial_at = (tile * 2 * parts + part) * CHUNK + token
-    tl.store(partial + partial_at, of_sums)
-    tl.store(partial + partial_at + parts * CHUNK, of_rate)
+    tl.store(partial + partial_at, grad_sums)
+    tl.store(partial + partial_at + parts * CHUNK, grad_rate)
 
 
 @triton.jit
 def system_backward(
-    of_key, of_value, of_g, of_beta, of_right, partial, key, value, beta, u, w, of_new, inverse,
-    sums,
+    grad_key, grad_value, grad_g, grad_beta, grad_right, partial, key, value, beta, u, w, grad_new,
+    inverse, sums,
     tokens, chunks, heads, share, key_token, key_head, value_token, value_head,
     key_width: tl.constexpr, value_width: tl.constexpr, keys: tl.constexpr, values: tl.constexpr,
     parts: tl.constexpr, precision: tl.constexpr,
@@ -282,50 +284,50 @@ def system_backward(
     scalar = (first + token) * heads + head
     rate = tl.load(beta + scalar, mask=token < left, other=0.0).to(tl.float32)
     solved = tl.trans(_load_tile(inverse, tile, 0, CHUNK, CHUNK)).to(kind)
-    of_rate = tl.zeros([CHUNK], tl.float32)
-    of_system = tl.zeros([CHUNK, CHUNK], tl.float32)
-    values_at, of_values_at = first * value_token + head * value_head, first * heads + head
+    grad_rate = tl.zeros([CHUNK], tl.float32)
+    grad_system = tl.zeros([CHUNK, CHUNK], tl.float32)
+    values_at, grad_values_at = first * value_token + head * value_head, first * heads + head
     for start in range(0, value_width, values):
-        of_added = _load_tile(of_new, tile, start, value_width, values)
-        of_v = dot(solved, of_added, kind, precision)
+        grad_added = _load_tile(grad_new, tile, start, value_width, values)
+        grad_v = dot(solved, grad_added, kind, precision)
         new = _load_tile(u, tile, start, value_width, values)
-        of_system += dot(of_v, tl.trans(new), kind, precision)
+        grad_system += dot(grad_v, tl.trans(new), kind, precision)
         v = _rows(value, values_at, value_token, left, start, value_width, values)
-        of_rate += tl.sum(of_v * v.to(tl.float32), 1)
-        at, stride = of_values_at * value_width, heads * value_width
-        of_v *= rate[:, None]
-        store_rows(of_value, of_v, at, stride, left, start, value_width, values)
+        grad_rate += tl.sum(grad_v * v.to(tl.float32), 1)
+        at, stride = grad_values_at * value_width, heads * value_width
+        grad_v *= rate[:, None]
+        store_rows(grad_value, grad_v, at, stride, left, start, value_width, values)
     products = tl.zeros([CHUNK, CHUNK], tl.float32)
     keys_at = first * key_token + head // share * key_head
     for start in range(0, key_width, keys):
-        of_r = _load_tile(of_right, tile, start, key_width, keys)
+        grad_r = _load_tile(grad_right, tile, start, key_width, keys)
         right = _load_tile(w, tile, start, key_width, keys)
         k = _rows(key, keys_at, key_token, left, start, key_width, keys)
-        of_system += dot(of_r, tl.trans(right), kind, precision)
+        grad_system += dot(grad_r, tl.trans(right), kind, precision)
         products += dot(k, tl.trans(k), kind, precision)
     total, _ = load_sums(sums, tile)
     below = token[:, None] > token[None, :]
-    of_system = tl.where(below, -of_system * decays(total), 0.0)
-    products *= of_system
-    of_rate += tl.sum(products, 1)
+    grad_system = tl.where(below, -grad_system * decays(total), 0.0)
+    products *= grad_system
+    grad_rate += tl.sum(products, 1)
     products *= rate[:, None]
-    of_sums = tl.sum(products, 1) - tl.sum(products, 0)
+    grad_sums = tl.sum(products, 1) - tl.sum(products, 0)
     for part in range(parts):
         partial_at = (tile * 2 * parts + part) * CHUNK + token
-        of_sums += tl.load(partial + partial_at)
-        of_rate += tl.load(partial + partial_at + parts * CHUNK)
-    of_sums = tl.cumsum(of_sums, 0, reverse=True)
-    tl.store(of_g + scalar, of_sums.to(of_g.dtype.element_ty), mask=token < left)
-    tl.store(of_beta + scalar, of_rate.to(of_beta.dtype.element_ty), mask=token < left)
+        grad_sums += tl.load(partial + partial_at)
+        grad_rate += tl.load(partial + partial_at + parts * CHUNK)
+    grad_sums = tl.cumsum(grad_sums, 0, reverse=True)
+    tl.store(grad_g + scalar, grad_sums.to(grad_g.dtype.element_ty), mask=token < left)
+    tl.store(grad_beta + scalar, grad_rate.to(grad_beta.dtype.element_ty), mask=token < left)
 
-    of_system *= rate[:, None]
-    of_products = (of_system + tl.trans(of_system)).to(kind)
-    of_keys_at, stride = (first * heads + head) * key_width, heads * key_width
+    grad_system *= rate[:, None]
+    grad_products = (grad_system + tl.trans(grad_system)).to(kind)
+    grad_keys_at, stride = (first * heads + head) * key_width, heads * key_width
     for start in range(0, key_width, keys):
         k = _rows(key, keys_at, key_token, left, start, key_width, keys)
-        of_k = _rows(of_key, of_keys_at, stride, left, start, key_width, keys).to(tl.float32)
-        of_k += dot(of_products, k, kind, precision)
-        store_rows(of_key, of_k, of_keys_at, stride, left, start, key_width, keys)
+        grad_k = _rows(grad_key, grad_keys_at, stride, left, start, key_width, keys).to(tl.float32)
+        grad_k += dot(grad_products, k, kind, precision)
+        store_rows(grad_key, grad_k, grad_keys_at, stride, left, start, key_width, keys)
 
 
 @triton.jit
@@ -345,8 +347,8 @@ def _inverse(system, precision: tl.constexpr):
         line = tl.sum(tl.where(row == i, solved, 0.0), 1)
         solved -= factors[:, :, None] * line[:, None, :]
     solved = tl.reshape(tl.where(own, solved[:, :, None, :], 0.0), [CHUNK, CHUNK])
-    rest = tl.reshape(tl.where(own, 0.0, blocks), [CHUNK, CHUNK])
-    step = tl.dot(solved, rest, input_precision=precision)
+    off_diagonal = tl.reshape(tl.where(own, 0.0, blocks), [CHUNK, CHUNK])
+    step = tl.dot(solved, off_diagonal, input_precision=precision)
     solved -= tl.dot(step, solved, input_precision=precision)
     twice = tl.dot(step, step, input_precision=precision)
     return solved + tl.dot(twice, solved, input_precision=precision)
@@ -355,8 +357,8 @@ def _inverse(system, precision: tl.constexpr):
 @triton.jit
 def _rows(x, at, stride, left, start, width, size: tl.constexpr):
     """Return 64 rows from offset `at`, or the `left` ones, in `size` columns from `start`."""
-    places, inside = rows_places(stride, left, start, width, size)
-    return tl.load(x + at + places, mask=inside, other=0.0)
+    offsets, inside = rows_places(stride, left, start, width, size)
+    return tl.load(x + at + offsets, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -377,6 +379,6 @@ def _store_state(
     key_width: tl.constexpr, value_width: tl.constexpr, keys: tl.constexpr, values: tl.constexpr,
 ):  # fmt: skip
     """Write all rows and `values` columns of it."""
-    places, inside = state_places(0, value_start, key_width, value_width, keys, values)
+    offsets, inside = state_places(0, value_start, key_width, value_width, keys, values)
     at = tile * key_width * value_width
-    tl.store(x + at + places, state.to(x.dtype.element_ty), mask=inside)
+    tl.store(x + at + offsets, state.to(x.dtype.element_ty), mask=inside)

@@ -39,10 +39,10 @@ def row_scales(
     for start in range(0, row_blocks, size):
         block = start + tl.arange(0, size)
         inside = block < row_blocks
-        of_blocks = _block_scales(
+        block_scales = _block_scales(
             absmax, nested_absmax, nested_code, offset, row * row_blocks + block, inside, double
         )
-        largest = tl.maximum(largest, tl.abs(of_blocks))
+        largest = tl.maximum(largest, tl.abs(block_scales))
     tl.store(scales + row, _in_range(tl.max(largest, 0), most))
 
 
@@ -57,10 +57,10 @@ def decode_rows(
     # Numbers of blocks are int32, which are faster to divide.
     block = tl.program_id(0) * blocks + tl.arange(0, blocks)
     inside = block < num_blocks
-    place = first + block // length * stride + block % length
-    stored = place.to(tl.int64)
+    number = first + block // length * stride + block % length
+    stored = number.to(tl.int64)
     scale = _block_scales(absmax, nested_absmax, nested_code, offset, stored, inside, double)
-    scale = tl.div_rn(scale, tl.load(scales + place // scale_blocks, mask=inside, other=1.0))
+    scale = tl.div_rn(scale, tl.load(scales + number // scale_blocks, mask=inside, other=1.0))
     kind: tl.constexpr = out.dtype.element_ty
     high, low = _decoded(packed, code, stored, scale, inside, kind, block_size)
     at = block.to(tl.int64)[:, None] * block_size + tl.arange(0, block_size)[None, :]

@@ -48,15 +48,15 @@ def dequantize_nf4(
 
 @triton.jit
 def sum_by_token(
-    out, rows, places, weights, width, top_k, weighted: tl.constexpr, size: tl.constexpr
+    out, rows, positions, weights, width, top_k, weighted: tl.constexpr, size: tl.constexpr
 ):
-    """One token's rows (top_k of them, at `places`) times their weights, summed in fp32."""
+    """One token's rows (top_k of them, at `positions`) times their weights, summed in fp32."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * size + tl.arange(0, size)
     inside = column < width
     total = tl.zeros((size,), dtype=tl.float32)
     for choice in range(top_k):
-        row = tl.load(places + token * top_k + choice)
+        row = tl.load(positions + token * top_k + choice)
         part = tl.load(rows + row * width + column, mask=inside, other=0.0).to(tl.float32)
         if weighted:
             part *= tl.load(weights + token * top_k + choice).to(tl.float32)
@@ -74,9 +74,9 @@ def act(gate, kind: tl.constexpr):
     # u = sqrt(2 / pi) (x + 0.044715 x^3). 1.5957691216057308 is 2 sqrt(2 / pi).
     doubled = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     # 1 - share would lose the digits of a small rest.
-    share, rest = 1.0 / (1.0 + tl.exp(-doubled)), 1.0 / (1.0 + tl.exp(doubled))
+    share, complement = 1.0 / (1.0 + tl.exp(-doubled)), 1.0 / (1.0 + tl.exp(doubled))
     slope = 1.5957691216057308 * (1.0 + 3.0 * 0.044715 * gate * gate)
-    return gate * share, share + gate * share * rest * slope
+    return gate * share, share + gate * share * complement * slope
 
 
 @triton.jit
@@ -90,8 +90,8 @@ def lengthened_act_and_mul_backward(
     `gate` and `up` begin `gate_distance` elements apart."""
     column = tl.program_id(0) * columns + tl.arange(0, columns)
     inside = column < width
-    of_gate = tl.load(gate_factor + column, mask=inside, other=0.0)
-    of_up = tl.load(up_factor + column, mask=inside, other=0.0)
+    gate_length = tl.load(gate_factor + column, mask=inside, other=0.0)
+    up_length = tl.load(up_factor + column, mask=inside, other=0.0)
     gate_sum = tl.zeros((columns,), dtype=tl.float32)
     up_sum = tl.zeros((columns,), dtype=tl.float32)
     dtype = grad.dtype.element_ty
@@ -99,17 +99,17 @@ def lengthened_act_and_mul_backward(
     for row in range(rows):
         offsets = (first + row) * width + column
         gate_offsets = (first + row) * gate_distance + column
-        there = inside & (first + row < num_rows)
-        slope = tl.load(grad + offsets, mask=there, other=0.0).to(tl.float32)
-        lower = tl.load(gate + gate_offsets, mask=there, other=0.0).to(tl.float32)
-        upper = tl.load(up + gate_offsets, mask=there, other=0.0).to(tl.float32)
+        inside_rows = inside & (first + row < num_rows)
+        slope = tl.load(grad + offsets, mask=inside_rows, other=0.0).to(tl.float32)
+        lower = tl.load(gate + gate_offsets, mask=inside_rows, other=0.0).to(tl.float32)
+        upper = tl.load(up + gate_offsets, mask=inside_rows, other=0.0).to(tl.float32)
         value, derivative = act(lower * multiplier, kind)
         lower_slope, upper_slope = slope * upper * derivative * multiplier, slope * value
         gate_sum += lower_slope * lower
         up_sum += upper_slope * upper
-        tl.store(grad + offsets, (value * upper).to(dtype), mask=there)
-        tl.store(gate + gate_offsets, (lower_slope * of_gate).to(dtype), mask=there)
-        tl.store(up + gate_offsets, (upper_slope * of_up).to(dtype), mask=there)
+        tl.store(grad + offsets, (value * upper).to(dtype), mask=inside_rows)
+        tl.store(gate + gate_offsets, (lower_slope * gate_length).to(dtype), mask=inside_rows)
+        tl.store(up + gate_offsets, (upper_slope * up_length).to(dtype), mask=inside_rows)
     at = tl.program_id(1).to(tl.int64) * width + column
     tl.store(sums + at, gate_sum, mask=inside)
     tl.store(sums + tl.num_programs(1).to(tl.int64) * width + at, up_sum, mask=inside)
@@ -127,10 +127,10 @@ def lengthen_backward(
     first = tl.program_id(1).to(tl.int64) * rows
     for row in range(rows):
         offsets = (first + row) * width + column
-        there = inside & (first + row < num_rows)
-        slope = tl.load(grad + offsets, mask=there, other=0.0).to(tl.float32)
-        total += slope * tl.load(y + offsets, mask=there, other=0.0).to(tl.float32)
-        tl.store(scaled + offsets, (slope * length).to(scaled.dtype.element_ty), mask=there)
+        inside_rows = inside & (first + row < num_rows)
+        slope = tl.load(grad + offsets, mask=inside_rows, other=0.0).to(tl.float32)
+        total += slope * tl.load(y + offsets, mask=inside_rows, other=0.0).to(tl.float32)
+        tl.store(scaled + offsets, (slope * length).to(scaled.dtype.element_ty), mask=inside_rows)
     tl.store(sums + tl.program_id(1).to(tl.int64) * width + column, total, mask=inside)
 
 
@@ -179,16 +179,16 @@ def apply_rotary(
     out, x, cos, sin,
     angles, angle_distance, angle_step, num_heads, head_dim, x_distance, out_distance,
     back: tl.constexpr, pairs: tl.constexpr, neighbours: tl.constexpr, heads: tl.constexpr,
-    width: tl.constexpr, rest: tl.constexpr,
+    width: tl.constexpr, unrotated: tl.constexpr,
 ):  # fmt: skip
     """Rotate the first 2 * `pairs` dimensions of all heads of one token, which share its cosines
     and sines; the rest is copied. Angles repeat after `angles` tokens. Tokens begin `x_distance`
     and `out_distance` elements apart, their angles `angle_distance`, and one pair's angle is
     `angle_step` after the one before.
 
-    neighbours: dimensions 2 i and 2 i + 1 are a pair, else i and i + pairs. heads, width, rest:
-    `num_heads`, `pairs` and the copied dimensions, rounded up to powers of two, as `tl.arange`
-    needs."""
+    neighbours: dimensions 2 i and 2 i + 1 are a pair, else i and i + pairs. heads, width,
+    unrotated: `num_heads`, `pairs` and the copied dimensions, rounded up to powers of two, as
+    `tl.arange` needs."""
     token = tl.program_id(0).to(tl.int64)
     head, column = tl.arange(0, heads), tl.arange(0, width)
     angle = (token % angles) * angle_distance + column * angle_step
@@ -199,8 +199,8 @@ def apply_rotary(
         sine = -sine
     x_starts = token * x_distance + head[:, None] * head_dim
     out_starts = token * out_distance + head[:, None] * head_dim
-    there = head[:, None] < num_heads
-    inside = there & inside[None, :]
+    inside_heads = head[:, None] < num_heads
+    inside = inside_heads & inside[None, :]
     step: tl.constexpr = 2 if neighbours else 1
     distance: tl.constexpr = 1 if neighbours else pairs
     x_at, out_at = x_starts + column[None, :] * step, out_starts + column[None, :] * step
@@ -209,8 +209,8 @@ def apply_rotary(
     dtype = out.dtype.element_ty
     tl.store(out + out_at, (first * cosine - second * sine).to(dtype), mask=inside)
     tl.store(out + out_at + distance, (second * cosine + first * sine).to(dtype), mask=inside)
-    if rest > 0:
-        column = 2 * pairs + tl.arange(0, rest)
-        inside = there & (column < head_dim)[None, :]
+    if unrotated > 0:
+        column = 2 * pairs + tl.arange(0, unrotated)
+        inside = inside_heads & (column < head_dim)[None, :]
         value = tl.load(x + x_starts + column[None, :], mask=inside, other=0.0)
         tl.store(out + out_starts + column[None, :], value, mask=inside)

@@ -11,17 +11,23 @@ from workflow.lib.kernels.triton_code.elementwise import act
 
 @triton.jit
 def row_tiles(
-    tiles, ends, num_experts, num_tiles, rows: tl.constexpr, size: tl.constexpr, some: tl.constexpr
+    tiles,
+    ends,
+    num_experts,
+    num_tiles,
+    rows: tl.constexpr,
+    size: tl.constexpr,
+    tile_count: tl.constexpr,
 ):
-    """Expert and first row of `some` tiles of `rows` rows of one expert; the last of each expert
-    may have fewer. A tile without an expert gets -1."""
+    """Expert and first row of `tile_count` tiles of `rows` rows of one expert; the last of each
+    expert may have fewer. A tile without an expert gets -1."""
     number = tl.arange(0, size)
-    there = number < num_experts
-    stops = tl.load(ends + number, mask=there, other=0)
-    starts = tl.load(ends + number - 1, mask=there & (number > 0), other=0)
-    counts = tl.where(there, tl.cdiv(stops - starts, rows), 0)
+    inside_experts = number < num_experts
+    stops = tl.load(ends + number, mask=inside_experts, other=0)
+    starts = tl.load(ends + number - 1, mask=inside_experts & (number > 0), other=0)
+    counts = tl.where(inside_experts, tl.cdiv(stops - starts, rows), 0)
     last = tl.cumsum(counts, 0)
-    tile = tl.program_id(0) * some + tl.arange(0, some)
+    tile = tl.program_id(0) * tile_count + tl.arange(0, tile_count)
     expert = tl.sum((last[None, :] <= tile[:, None]).to(tl.int32), 1)
     shift = starts - (last - counts) * rows
     first = tl.sum(tl.where(number[None, :] == expert[:, None], shift[None, :], 0), 1) + tile * rows
@@ -96,16 +102,18 @@ def _rows_tile(
     total = tl.zeros((rows, columns), dtype=tl.float32)
     if updated:
         for start in range(0, rank, ranks):
-            place = start + tl.arange(0, ranks)
+            rank_column = start + tl.arange(0, ranks)
             one = tl.load(
-                low + row[:, None] * rank + place[None, :], mask=place[None, :] < rank, other=0.0
+                low + row[:, None] * rank + rank_column[None, :],
+                mask=rank_column[None, :] < rank,
+                other=0.0,
             )
             other = tl.load(
                 small
                 + expert * small_expert
                 + column[None, :] * small_column
-                + place[:, None] * small_rank,
-                mask=(place[:, None] < rank) & in_width[None, :],
+                + rank_column[:, None] * small_rank,
+                mask=(rank_column[:, None] < rank) & in_width[None, :],
                 other=0.0,
             )
             total = tl.dot(one, other, total, input_precision="ieee")
@@ -115,22 +123,22 @@ def _rows_tile(
         expert_scale = tl.load(weight_scales + expert)
         # The initial sum is multiplied by both scales at the end. Neither is 0.
         total = total / row_scale / expert_scale
-    place = tl.arange(0, depth)
-    left = x + source[:, None] * x_stride + place[None, :]
+    rank_column = tl.arange(0, depth)
+    left = x + source[:, None] * x_stride + rank_column[None, :]
     right = (
         weights
         + expert * weight_expert
         + column[None, :] * weight_column
-        + place[:, None] * weight_depth
+        + rank_column[:, None] * weight_depth
     )
     for start in range(0, width, depth):
         if even:
             one = tl.load(left)
             other = tl.load(right)
         else:
-            there = start + place < width
-            one = tl.load(left, mask=there[None, :], other=0.0)
-            other = tl.load(right, mask=there[:, None] & in_width[None, :], other=0.0)
+            inside_width = start + rank_column < width
+            one = tl.load(left, mask=inside_width[None, :], other=0.0)
+            other = tl.load(right, mask=inside_width[:, None] & in_width[None, :], other=0.0)
         total = tl.dot(one, other, total, input_precision="ieee")
         left += depth
         right += depth * weight_depth
@@ -180,8 +188,8 @@ def weights_matmul(
         + number.to(tl.int64)[None, :] * out_rank
         + column.to(tl.int64)[:, None] * out_column
     )
-    there = (column < num_columns)[:, None] & (number < rank)[None, :]
-    tl.store(at, total * scale, mask=there)
+    inside_tile = (column < num_columns)[:, None] & (number < rank)[None, :]
+    tl.store(at, total * scale, mask=inside_tile)
 
 
 @triton.jit
@@ -247,14 +255,14 @@ def gated(
 
 @triton.jit
 def gated_backward(
-    of_weights, grad, up, weights, order, width, alpha, limit,
+    grad_weights, grad, up, weights, order, width, alpha, limit,
     kind: tl.constexpr, alternating: tl.constexpr, size: tl.constexpr,
 ):  # fmt: skip
     """One row, in place: `grad` becomes the product, `up` the gradient of it times the row's
     weight. The gradient of that weight is the sum of the gradient times the product."""
     row = tl.program_id(0).to(tl.int64)
-    place = tl.load(order + row)
-    weight = tl.load(weights + place).to(tl.float32)
+    position = tl.load(order + row)
+    weight = tl.load(weights + position).to(tl.float32)
     total = tl.zeros((size,), dtype=tl.float32)
     for first in range(0, width, size):
         column = first + tl.arange(0, size)
@@ -265,6 +273,6 @@ def gated_backward(
         total += steep * value * factor
         steep *= weight
         tl.store(at, (value * factor).to(grad.dtype.element_ty), mask=inside)
-        of_gate, of_other = steep * factor * rise, steep * value * slope
-        _store_both(up, row, first, width, of_gate, of_other, alternating, size)
-    tl.store(of_weights + place, tl.sum(total, 0))
+        grad_gate, grad_up = steep * factor * rise, steep * value * slope
+        _store_both(up, row, first, width, grad_gate, grad_up, alternating, size)
+    tl.store(grad_weights + position, tl.sum(total, 0))

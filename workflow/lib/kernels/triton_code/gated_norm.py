@@ -8,16 +8,16 @@ import triton.language as tl
 
 @triton.jit
 def gated_norm(
-    out, x, gate, weight, eps, num_units, groups, width, of_row, of_gate_row,
+    out, x, gate, weight, eps, num_units, groups, width, x_row, gate_row,
     gate_first: tl.constexpr, units: tl.constexpr, size: tl.constexpr,
 ):  # fmt: skip
     """`units` groups of rows; `out` is contiguous."""
-    unit, row, place, inside = _units(num_units, groups, width, units, size)
-    value = tl.load(x + row * of_row + place, mask=inside, other=0.0).to(tl.float32)
-    opened = _silu(tl.load(gate + row * of_gate_row + place, mask=inside, other=0.0))
+    unit, row, column, inside = _units(num_units, groups, width, units, size)
+    value = tl.load(x + row * x_row + column, mask=inside, other=0.0).to(tl.float32)
+    opened = _silu(tl.load(gate + row * gate_row + column, mask=inside, other=0.0))
     if gate_first:
         value *= opened
-    lengths = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
+    lengths = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     value *= _inverse_root(value, eps, width) * lengths
     if not gate_first:
         value *= opened
@@ -27,29 +27,31 @@ def gated_norm(
 
 @triton.jit
 def gated_norm_backward(
-    of_x, of_gate, grad, x, gate, weight, eps, num_units, groups, width, of_row, of_gate_row,
+    grad_x, grad_gate, grad, x, gate, weight, eps, num_units, groups, width, x_row, gate_row,
     gate_first: tl.constexpr, units: tl.constexpr, size: tl.constexpr,
 ):  # fmt: skip
     """The gradients of x and of the gate, contiguous as `grad` is."""
-    unit, row, place, inside = _units(num_units, groups, width, units, size)
-    given = tl.load(x + row * of_row + place, mask=inside, other=0.0).to(tl.float32)
-    opening = tl.load(gate + row * of_gate_row + place, mask=inside, other=0.0).to(tl.float32)
+    unit, row, column, inside = _units(num_units, groups, width, units, size)
+    values = tl.load(x + row * x_row + column, mask=inside, other=0.0).to(tl.float32)
+    opening = tl.load(gate + row * gate_row + column, mask=inside, other=0.0).to(tl.float32)
     opened, share = _silu(opening), tl.sigmoid(opening)
-    of_opening = share * (1 + opening * (1 - share))
+    grad_opening = share * (1 + opening * (1 - share))
     at = unit * width + tl.arange(0, size)[None, :]
     slope = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
-    slope *= tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
-    value = given * opened if gate_first else given
+    slope *= tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    value = values * opened if gate_first else values
     inverse = _inverse_root(value, eps, width)
     normal = value * inverse
     if gate_first:
-        of_value = _of_value(slope, normal, inverse, width)
-        of_given, of_gated = of_value * opened, of_value * given
+        grad_value = _value_gradient(slope, normal, inverse, width)
+        grad_values, grad_gated = grad_value * opened, grad_value * values
     else:
-        of_given = _of_value(slope * opened, normal, inverse, width)
-        of_gated = slope * normal
-    tl.store(of_x + at, of_given.to(of_x.dtype.element_ty), mask=inside)
-    tl.store(of_gate + at, (of_gated * of_opening).to(of_gate.dtype.element_ty), mask=inside)
+        grad_values = _value_gradient(slope * opened, normal, inverse, width)
+        grad_gated = slope * normal
+    tl.store(grad_x + at, grad_values.to(grad_x.dtype.element_ty), mask=inside)
+    tl.store(
+        grad_gate + at, (grad_gated * grad_opening).to(grad_gate.dtype.element_ty), mask=inside
+    )
 
 
 @triton.jit
@@ -74,7 +76,7 @@ def _inverse_root(value, eps, width):
 
 
 @triton.jit
-def _of_value(slope, normal, inverse, width):
+def _value_gradient(slope, normal, inverse, width):
     """Return the gradient of the normalized value's input, for that of the normal."""
     mean = tl.sum(slope * normal, 1)[:, None] / width
     return (slope - normal * mean) * inverse

@@ -11,19 +11,19 @@ LEAST = tl.constexpr(-1e30)  # below any logit; unlike -inf it can be subtracted
 
 @triton.jit
 def logit_sums(
-    log_sums, chosen, raw_logits, columns, of_row, vocab, scale, cap,
+    log_sums, chosen, raw_logits, columns, row_stride, vocab, scale, cap,
     capped: tl.constexpr, size: tl.constexpr,
 ):  # fmt: skip
     """Log-sum-exp of a row's logits and the logit of its column or 0; a program has a row."""
     row = tl.program_id(0).to(tl.int64)
-    first = raw_logits + row * of_row
-    place = tl.arange(0, size)
+    first = raw_logits + row * row_stride
+    column_offset = tl.arange(0, size)
     largest = tl.full((size,), LEAST, tl.float32)
     total = tl.zeros((size,), tl.float32)
     for start in range(0, vocab, size):
-        inside = start + place < vocab
+        inside = start + column_offset < vocab
         value, _ = _logits(
-            tl.load(first + start + place, mask=inside, other=0.0), scale, cap, capped
+            tl.load(first + start + column_offset, mask=inside, other=0.0), scale, cap, capped
         )
         value = tl.where(inside, value, LEAST)
         above = tl.maximum(largest, value)
@@ -40,17 +40,17 @@ def logit_sums(
 
 @triton.jit
 def logits_to_slopes(
-    raw_logits, log_sums, columns, of_row, vocab, scale, cap, ignored,
+    raw_logits, log_sums, columns, row_stride, vocab, scale, cap, ignored,
     capped: tl.constexpr, size: tl.constexpr,
 ):  # fmt: skip
     """Overwrite the head's matmul with the loss's gradient; a program has a part of a row."""
     row = tl.program_id(0).to(tl.int64)
-    place = tl.program_id(1) * size + tl.arange(0, size)
-    inside = place < vocab
+    column_offset = tl.program_id(1) * size + tl.arange(0, size)
+    inside = column_offset < vocab
     column = tl.load(columns + row)
-    at = raw_logits + row * of_row + place
+    at = raw_logits + row * row_stride + column_offset
     value, slope = _logits(tl.load(at, mask=inside, other=0.0), scale, cap, capped)
-    grad = tl.exp(value - tl.load(log_sums + row)) - (place == column).to(tl.float32)
+    grad = tl.exp(value - tl.load(log_sums + row)) - (column_offset == column).to(tl.float32)
     grad = tl.where(column == ignored, 0.0, grad * slope)
     tl.store(at, grad.to(raw_logits.dtype.element_ty), mask=inside)
 

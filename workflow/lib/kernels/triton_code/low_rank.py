@@ -19,13 +19,13 @@ def add_low_rank(
     chunk: tl.constexpr,
 ):  # fmt: skip
     """Add scale * low @ small, and `other` if there is one, to `total`."""
-    row, column, there, right_there = _tile(num_rows, width, rows, columns)
+    row, column, row_inside, column_inside = _tile(num_rows, width, rows, columns)
     update = _low_rank(
         low, small, low_stride, small_stride, column_stride,
-        row, column, there, right_there, rank, chunk,
+        row, column, row_inside, column_inside, rank, chunk,
     )  # fmt: skip
     at = row[:, None] * width + column[None, :]
-    inside = there[:, None] & right_there[None, :]
+    inside = row_inside[:, None] & column_inside[None, :]
     value = tl.load(total + at, mask=inside, other=0.0).to(tl.float32) + update * scale
     if adds_other:
         value += tl.load(other + at, mask=inside, other=0.0).to(tl.float32)
@@ -40,19 +40,19 @@ def act_and_mul(
     gate_rank: tl.constexpr, up_rank: tl.constexpr, kind: tl.constexpr, rows: tl.constexpr,
     columns: tl.constexpr, chunk: tl.constexpr,
 ):  # fmt: skip
-    row, column, there, right_there = _tile(num_rows, width, rows, columns)
+    row, column, row_inside, column_inside = _tile(num_rows, width, rows, columns)
     at = row[:, None] * width + column[None, :]
     gate_at = row[:, None] * gate_distance + column[None, :]
-    inside = there[:, None] & right_there[None, :]
+    inside = row_inside[:, None] & column_inside[None, :]
     lower = tl.load(gate + gate_at, mask=inside, other=0.0).to(tl.float32)
     lower += gate_scale * _low_rank(
         gate_low, gate_small, gate_low_stride, gate_small_stride, gate_column_stride,
-        row, column, there, right_there, gate_rank, chunk,
+        row, column, row_inside, column_inside, gate_rank, chunk,
     )  # fmt: skip
     upper = tl.load(up + gate_at, mask=inside, other=0.0).to(tl.float32)
     upper += up_scale * _low_rank(
         up_low, up_small, up_low_stride, up_small_stride, up_column_stride,
-        row, column, there, right_there, up_rank, chunk,
+        row, column, row_inside, column_inside, up_rank, chunk,
     )  # fmt: skip
     value, _ = act(lower * multiplier, kind)
     tl.store(product + at, (value * upper).to(product.dtype.element_ty), mask=inside)
@@ -69,25 +69,25 @@ def act_and_mul_backward(
     rows: tl.constexpr, columns: tl.constexpr, chunk: tl.constexpr,
 ):  # fmt: skip
     """In place: `grad` becomes the product, `gate` and `up` their gradients."""
-    row, column, there, right_there = _tile(num_rows, width, rows, columns)
+    row, column, row_inside, column_inside = _tile(num_rows, width, rows, columns)
     at = row[:, None] * width + column[None, :]
     gate_at = row[:, None] * gate_distance + column[None, :]
-    inside = there[:, None] & right_there[None, :]
+    inside = row_inside[:, None] & column_inside[None, :]
     # All three are read before the first is written.
     lower = tl.load(gate + gate_at, mask=inside, other=0.0).to(tl.float32)
     lower += gate_scale * _low_rank(
         gate_low, gate_small, gate_low_stride, gate_small_stride, gate_column_stride,
-        row, column, there, right_there, gate_rank, chunk,
+        row, column, row_inside, column_inside, gate_rank, chunk,
     )  # fmt: skip
     upper = tl.load(up + gate_at, mask=inside, other=0.0).to(tl.float32)
     upper += up_scale * _low_rank(
         up_low, up_small, up_low_stride, up_small_stride, up_column_stride,
-        row, column, there, right_there, up_rank, chunk,
+        row, column, row_inside, column_inside, up_rank, chunk,
     )  # fmt: skip
     slope = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
     slope += grad_scale * _low_rank(
         grad_low, grad_small, grad_low_stride, grad_small_stride, grad_column_stride,
-        row, column, there, right_there, grad_rank, chunk,
+        row, column, row_inside, column_inside, grad_rank, chunk,
     )  # fmt: skip
     value, derivative = act(lower * multiplier, kind)
     dtype = grad.dtype.element_ty
@@ -108,22 +108,22 @@ def _tile(num_rows, width, rows: tl.constexpr, columns: tl.constexpr):
 
 @triton.jit
 def _low_rank(
-    low, small, low_stride, small_stride, column_stride, row, column, there, right_there,
+    low, small, low_stride, small_stride, column_stride, row, column, row_inside, column_inside,
     rank: tl.constexpr, chunk: tl.constexpr,
 ):  # fmt: skip
     """Return a tile of low (rows, rank) @ small (rank, columns), fp32: `chunk` ranks at a time."""
     total = tl.zeros((row.shape[0], column.shape[0]), dtype=tl.float32)
     for start in range(0, rank, chunk):
-        place = start + tl.arange(0, chunk)
-        inside = place < rank
+        number = start + tl.arange(0, chunk)
+        inside = number < rank
         left = tl.load(
-            low + row[:, None] * low_stride + place[None, :],
-            mask=there[:, None] & inside[None, :],
+            low + row[:, None] * low_stride + number[None, :],
+            mask=row_inside[:, None] & inside[None, :],
             other=0.0,
         )
         right = tl.load(
-            small + place[:, None] * small_stride + column[None, :] * column_stride,
-            mask=inside[:, None] & right_there[None, :],
+            small + number[:, None] * small_stride + column[None, :] * column_stride,
+            mask=inside[:, None] & column_inside[None, :],
             other=0.0,
         )
         total += tl.dot(left, right, input_precision="ieee")

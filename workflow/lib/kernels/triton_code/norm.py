@@ -17,7 +17,7 @@ def norm(
     and `x_head` are the distances of these in x."""
     row, inside, column = _rows(num_rows, width, rows, size)
     value = _deviation(
-        x + _place(row, column, heads, x_token, x_head), inside, width, subtracts_mean
+        x + _address(row, column, heads, x_token, x_head), inside, width, subtracts_mean
     )
     normal = value * _inverse_root(value, eps, width)[:, None]
     lengths = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32) + offset
@@ -25,31 +25,31 @@ def norm(
     if biased:
         value += tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
     value = value.to(out.dtype.element_ty)
-    tl.store(out + _place(row, column, heads, out_token, out_head), value, mask=inside)
+    tl.store(out + _address(row, column, heads, out_token, out_head), value, mask=inside)
 
 
 @triton.jit
 def norm_backward(
-    of_x, grad, x, weight,
+    grad_x, grad, x, weight,
     heads, out_token, out_head, grad_token, grad_head, x_token, x_head, eps, num_rows, width,
     offset: tl.constexpr, subtracts_mean: tl.constexpr, rows: tl.constexpr, size: tl.constexpr,
 ):  # fmt: skip
     """The gradient of x; rows are as for `norm`."""
     row, inside, column = _rows(num_rows, width, rows, size)
     value = _deviation(
-        x + _place(row, column, heads, x_token, x_head), inside, width, subtracts_mean
+        x + _address(row, column, heads, x_token, x_head), inside, width, subtracts_mean
     )
     inverse = _inverse_root(value, eps, width)[:, None]
     normal = value * inverse
     lengths = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32) + offset
-    place = _place(row, column, heads, grad_token, grad_head)
-    slope = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32) * lengths[None, :]
+    grad_address = _address(row, column, heads, grad_token, grad_head)
+    slope = tl.load(grad + grad_address, mask=inside, other=0.0).to(tl.float32) * lengths[None, :]
     mean = tl.sum(slope * normal, 1) / width
     if subtracts_mean:
         slope -= (tl.sum(slope, 1) / width)[:, None]
     value = (slope - normal * mean[:, None]) * inverse
-    place = _place(row, column, heads, out_token, out_head)
-    tl.store(of_x + place, value.to(of_x.dtype.element_ty), mask=inside)
+    grad_address = _address(row, column, heads, out_token, out_head)
+    tl.store(grad_x + grad_address, value.to(grad_x.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -62,7 +62,7 @@ def _rows(num_rows, width, rows: tl.constexpr, size: tl.constexpr):
 
 
 @triton.jit
-def _place(row, column, heads, token_stride, head_stride):
+def _address(row, column, heads, token_stride, head_stride):
     """Return the offsets of the columns of rows, which are heads of tokens."""
     return (row // heads * token_stride + row % heads * head_stride)[:, None] + column[None, :]
 

@@ -16,19 +16,19 @@ def round_columns(
     row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
     column = tl.arange(0, columns)
     inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
-    places = row[:, None] * num_columns + column[None, :]
-    values = tl.load(part + places, mask=inside, other=0.0)
-    scales = tl.load(scale + places, mask=inside, other=0.0)
+    offsets = row[:, None] * num_columns + column[None, :]
+    values = tl.load(part + offsets, mask=inside, other=0.0)
+    scales = tl.load(scale + offsets, mask=inside, other=0.0)
     for current in range(num_columns):
-        here = (column == current)[None, :]
-        value = tl.sum(tl.where(here, values, 0.0), axis=1)
-        of_value = tl.sum(tl.where(here, scales, 0.0), axis=1)
-        zero = of_value == 0.0
-        ratio = tl.where(zero, 0.0, tl.div_rn(value, tl.where(zero, 1.0, of_value)))
+        is_current = (column == current)[None, :]
+        value = tl.sum(tl.where(is_current, values, 0.0), axis=1)
+        column_scale = tl.sum(tl.where(is_current, scales, 0.0), axis=1)
+        zero = column_scale == 0.0
+        ratio = tl.where(zero, 0.0, tl.div_rn(value, tl.where(zero, 1.0, column_scale)))
         code = tl.zeros((rows,), dtype=tl.int32)
         for edge in range(15):
             code += (tl.load(edges + edge) < ratio).to(tl.int32)
-        error = value - tl.load(table + code) * of_value
+        error = value - tl.load(table + code) * column_scale
         diagonal = tl.load(upper + current * num_columns + current)
         error = tl.div_rn(error, tl.zeros((rows,), dtype=tl.float32) + diagonal)
         later = tl.load(

@@ -76,9 +76,9 @@ def chunk_states(
     at = first * x_token + head * x_head
     right_side = _rows(x, at, x_token, left, column, width, columns)
     added = dot(left_side * weight[None, :], right_side, kind, precision)
-    places, inside = state_places(state_column, column, state_width, width, state_columns, columns)
+    offsets, inside = state_places(state_column, column, state_width, width, state_columns, columns)
     at = tile * state_width * width
-    tl.store(states + at + places, added.to(states.dtype.element_ty), mask=inside)
+    tl.store(states + at + offsets, added.to(states.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -89,13 +89,13 @@ def pass_states(
     state before each, or `back`, the gradient of the state after each."""
     parts: tl.constexpr = (elements + size - 1) // size
     lane = (tl.program_id(0) // parts).to(tl.int64)
-    place = tl.program_id(0) % parts * size + tl.arange(0, size)
-    inside = place < elements
+    state_offset = tl.program_id(0) % parts * size + tl.arange(0, size)
+    inside = state_offset < elements
     state = tl.zeros([size], tl.float32)
     tile = lane * chunks
     if back:
         tile += chunks - 1
-    added = tl.load(states + tile * elements + place, mask=inside, other=0.0)
+    added = tl.load(states + tile * elements + state_offset, mask=inside, other=0.0)
     last = tl.load(sums + tile * CHUNK + CHUNK - 1)
     for done in range(chunks):
         following = tile + 1
@@ -103,10 +103,12 @@ def pass_states(
             following = tile - 1
         # The next chunk is read before this one is used: programs wait for memory alone.
         more = done + 1 < chunks
-        at = states + following * elements + place
+        at = states + following * elements + state_offset
         next_added = tl.load(at, mask=inside & more, other=0.0)
         next_last = tl.load(sums + following * CHUNK + CHUNK - 1, mask=more, other=0.0)
-        tl.store(states + tile * elements + place, state.to(states.dtype.element_ty), mask=inside)
+        tl.store(
+            states + tile * elements + state_offset, state.to(states.dtype.element_ty), mask=inside
+        )
         state = state * tl.exp(last) + added.to(tl.float32)
         added, last, tile = next_added, next_last, following
 
@@ -146,7 +148,7 @@ def output(
 
 @triton.jit
 def inputs_backward(
-    of_x, of_step, grad, x, step, decay, into, out_of, skip, states, of_states, sums,
+    grad_x, grad_step, grad, x, step, decay, into, out_of, skip, states, grad_states, sums,
     tokens, chunks, heads, share, grad_token, grad_head, x_token, x_head, into_token, into_head,
     out_of_token, out_of_head,
     width: tl.constexpr, state_width: tl.constexpr, columns: tl.constexpr,
@@ -168,13 +170,13 @@ def inputs_backward(
     steps = _steps(step, first, left, heads, head)
     within *= _decays_back(total)
     products = tl.zeros([CHUNK, CHUNK], tl.float32)  # X O^T
-    of_steps = tl.zeros([CHUNK], tl.float32)
+    grad_steps = tl.zeros([CHUNK], tl.float32)
     reading = tl.zeros([CHUNK], tl.float32)
     ending = tl.zeros([CHUNK], tl.float32)
     carried = tl.zeros([state_columns], tl.float32)
     grad_at, x_at = first * grad_token + head * grad_head, first * x_token + head * x_head
     for column in range(0, width, columns):
-        of_given = tl.zeros([CHUNK, columns], tl.float32)
+        grad_given = tl.zeros([CHUNK, columns], tl.float32)
         read = tl.zeros([CHUNK, columns], tl.float32)
         for start in range(0, state_width, state_columns):
             b = _rows(into, into_at, into_token, left, start, state_width, state_columns)
@@ -182,38 +184,38 @@ def inputs_backward(
             state = load_state(
                 states, tile, start, column, state_width, width, state_columns, columns
             )
-            of_state = load_state(
-                of_states, tile, start, column, state_width, width, state_columns, columns
+            grad_state = load_state(
+                grad_states, tile, start, column, state_width, width, state_columns, columns
             )
-            of_given += dot(b, of_state, kind, precision)
+            grad_given += dot(b, grad_state, kind, precision)
             read += dot(c, state, kind, precision)
-            carried += tl.sum(state.to(tl.float32) * of_state.to(tl.float32), 1)
-        of_out = _rows(grad, grad_at, grad_token, left, column, width, columns)
+            carried += tl.sum(state.to(tl.float32) * grad_state.to(tl.float32), 1)
+        grad_out = _rows(grad, grad_at, grad_token, left, column, width, columns)
         value = _rows(x, x_at, x_token, left, column, width, columns)
-        reading += tl.sum(read * of_out.to(tl.float32), 1)
-        of_given *= until[:, None]
-        ending += tl.sum(of_given * value.to(tl.float32), 1)
-        of_given += dot(within, of_out, kind, precision)
-        of_steps += tl.sum(of_given * value.to(tl.float32), 1)
-        products += dot(value, tl.trans(of_out), kind, precision)
-        of_given *= steps[:, None]
+        reading += tl.sum(read * grad_out.to(tl.float32), 1)
+        grad_given *= until[:, None]
+        ending += tl.sum(grad_given * value.to(tl.float32), 1)
+        grad_given += dot(within, grad_out, kind, precision)
+        grad_steps += tl.sum(grad_given * value.to(tl.float32), 1)
+        products += dot(value, tl.trans(grad_out), kind, precision)
+        grad_given *= steps[:, None]
         if skips:
-            of_given += of_out.to(tl.float32) * tl.load(skip + head).to(tl.float32)
+            grad_given += grad_out.to(tl.float32) * tl.load(skip + head).to(tl.float32)
         at = (first * heads + head) * width
-        store_rows(of_x, of_given, at, heads * width, left, column, width, columns)
+        store_rows(grad_x, grad_given, at, heads * width, left, column, width, columns)
     products *= within * steps[:, None]
     ending *= steps
-    of_sums = tl.sum(products, 0) - tl.sum(products, 1) + reading * since - ending
-    of_last = tl.sum(ending, 0) + tl.exp(last) * tl.sum(carried, 0)
-    of_sums += tl.where(token == CHUNK - 1, of_last, 0.0)
+    grad_sums = tl.sum(products, 0) - tl.sum(products, 1) + reading * since - ending
+    grad_last = tl.sum(ending, 0) + tl.exp(last) * tl.sum(carried, 0)
+    grad_sums += tl.where(token == CHUNK - 1, grad_last, 0.0)
     rate = tl.load(decay + head).to(tl.float32)
-    of_steps += tl.cumsum(of_sums, 0, reverse=True) * rate
-    tl.store(of_step + (first + token) * heads + head, of_steps, mask=token < left)
+    grad_steps += tl.cumsum(grad_sums, 0, reverse=True) * rate
+    tl.store(grad_step + (first + token) * heads + head, grad_steps, mask=token < left)
 
 
 @triton.jit
 def shared_backward(
-    of_into, of_out_of, grad, x, step, into, out_of, states, of_states, sums,
+    grad_into, grad_out_of, grad, x, step, into, out_of, states, grad_states, sums,
     tokens, chunks, heads, share, portions, portion, grad_token, grad_head, x_token, x_head,
     into_token, into_head, out_of_token, out_of_head,
     width: tl.constexpr, state_width: tl.constexpr, columns: tl.constexpr,
@@ -232,8 +234,8 @@ def shared_backward(
     begin = group * share + lane % portions * portion
     end = tl.minimum(begin + portion, (group + 1) * share)
     scores = tl.zeros([CHUNK, CHUNK], tl.float32)  # G
-    of_c = tl.zeros([CHUNK, state_columns], tl.float32)
-    of_b = tl.zeros([state_columns, CHUNK], tl.float32)  # transposed
+    grad_c = tl.zeros([CHUNK, state_columns], tl.float32)
+    grad_b = tl.zeros([state_columns, CHUNK], tl.float32)  # transposed
     for head in range(begin, end):
         tile = (row * heads + head) * chunks + chunk
         grad_at, x_at = first * grad_token + head * grad_head, first * x_token + head * x_head
@@ -241,31 +243,31 @@ def shared_backward(
         read = tl.zeros([CHUNK, state_columns], tl.float32)
         written = tl.zeros([state_columns, CHUNK], tl.float32)
         for column in range(0, width, columns):
-            of_out = _rows(grad, grad_at, grad_token, left, column, width, columns)
+            grad_out = _rows(grad, grad_at, grad_token, left, column, width, columns)
             value = _rows(x, x_at, x_token, left, column, width, columns)
             state = load_state(
                 states, tile, state_column, column, state_width, width, state_columns, columns
             )
-            of_state = load_state(
-                of_states, tile, state_column, column, state_width, width, state_columns, columns
+            grad_state = load_state(
+                grad_states, tile, state_column, column, state_width, width, state_columns, columns
             )
-            products += dot(of_out, tl.trans(value), kind, precision)
-            read += dot(of_out, tl.trans(state), kind, precision)
-            written += dot(of_state, tl.trans(value), kind, precision)
+            products += dot(grad_out, tl.trans(value), kind, precision)
+            read += dot(grad_out, tl.trans(state), kind, precision)
+            written += dot(grad_state, tl.trans(value), kind, precision)
         total, last = load_sums(sums, tile)
         steps = _steps(step, first, left, heads, head)
         scores += products * decays(total) * steps[None, :]
-        of_c += read * tl.exp(total)[:, None]
-        of_b += written * (tl.exp(last - total) * steps)[None, :]
+        grad_c += read * tl.exp(total)[:, None]
+        grad_b += written * (tl.exp(last - total) * steps)[None, :]
     at = first * into_token + group * into_head
     b = _rows(into, at, into_token, left, state_column, state_width, state_columns)
-    of_c += dot(scores, b, kind, precision)
+    grad_c += dot(scores, b, kind, precision)
     at = first * out_of_token + group * out_of_head
     c = _columns(out_of, at, out_of_token, left, state_column, state_width, state_columns)
-    of_b += dot(c, scores, kind, precision)
+    grad_b += dot(c, scores, kind, precision)
     at, stride = (first * lanes + lane) * state_width, lanes * state_width
-    store_rows(of_out_of, of_c, at, stride, left, state_column, state_width, state_columns)
-    _store_columns(of_into, of_b, at, stride, left, state_column, state_width, state_columns)
+    store_rows(grad_out_of, grad_c, at, stride, left, state_column, state_width, state_columns)
+    _store_columns(grad_into, grad_b, at, stride, left, state_column, state_width, state_columns)
 
 
 @triton.jit
@@ -304,5 +306,5 @@ def _store_columns(x, value, at, stride, left, start, width, size: tl.constexpr)
     """Write such rows, given transposed."""
     row, column = tl.arange(0, CHUNK), start + tl.arange(0, size)
     inside = (column < width)[:, None] & (row < left)[None, :]
-    places = column[:, None] + row[None, :] * stride
-    tl.store(x + at + places, value.to(x.dtype.element_ty), mask=inside)
+    offsets = column[:, None] + row[None, :] * stride
+    tl.store(x + at + offsets, value.to(x.dtype.element_ty), mask=inside)

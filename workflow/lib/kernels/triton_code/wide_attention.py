@@ -23,14 +23,14 @@ def attention(
     row = block * rows + tl.arange(0, rows)
     lowest = tl.load(first + row, mask=row < tokens, other=tokens)
     queries = _tile(q + head * q_head, row, q_token, tokens, dim, width)
-    of_keys, of_values = head // group * k_head, head // group * v_head
+    keys_at, values_at = head // group * k_head, head // group * v_head
     most = tl.full((rows,), LEAST, tl.float32)
     total = tl.zeros((rows,), tl.float32)
     sums = tl.zeros((rows, width), tl.float32)
     begin = tl.min(lowest, 0) // columns * columns
     for start in range(begin, min((block + 1) * rows, tokens), columns):
         column = start + tl.arange(0, columns)
-        keys = _tile(k + of_keys, column, k_token, tokens, dim, width)
+        keys = _tile(k + keys_at, column, k_token, tokens, dim, width)
         scores = tl.dot(queries, tl.trans(keys)) * scale
         seen = (column[None, :] >= lowest[:, None]) & (column[None, :] <= row[:, None])
         scores = tl.where(seen, scores, LEAST)
@@ -38,7 +38,7 @@ def attention(
         shares = tl.where(seen, tl.exp2(scores - above[:, None]), 0.0)
         shrink = tl.exp2(most - above)
         total = total * shrink + tl.sum(shares, 1)
-        values = _tile(v + of_values, column, v_token, tokens, dim, width)
+        values = _tile(v + values_at, column, v_token, tokens, dim, width)
         sums = sums * shrink[:, None]
         sums = tl.dot(shares.to(values.dtype), values, sums)
         most = above
@@ -62,7 +62,7 @@ def attention_products(
 
 @triton.jit
 def attention_of_queries(
-    of_q, grad, log_sums, sums, q, k, v, first, q_token, q_head, k_token, k_head, v_token, v_head,
+    grad_q, grad, log_sums, sums, q, k, v, first, q_token, q_head, k_token, k_head, v_token, v_head,
     tokens, heads, group, scale, factor,
     dim: tl.constexpr, width: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
 ):  # fmt: skip
@@ -75,24 +75,24 @@ def attention_of_queries(
     product = tl.load(sums + head * tokens + row, mask=row < tokens, other=0.0)
     queries = _tile(q + head * q_head, row, q_token, tokens, dim, width)
     slopes = _tile(grad + head * dim, row, heads * dim, tokens, dim, width)
-    of_keys, of_values = head // group * k_head, head // group * v_head
+    keys_at, values_at = head // group * k_head, head // group * v_head
     total = tl.zeros((rows, width), tl.float32)
     begin = tl.min(lowest, 0) // columns * columns
     for start in range(begin, min((block + 1) * rows, tokens), columns):
         column = start + tl.arange(0, columns)
-        keys = _tile(k + of_keys, column, k_token, tokens, dim, width)
-        values = _tile(v + of_values, column, v_token, tokens, dim, width)
+        keys = _tile(k + keys_at, column, k_token, tokens, dim, width)
+        values = _tile(v + values_at, column, v_token, tokens, dim, width)
         scores = tl.dot(queries, tl.trans(keys)) * scale - log_sum[:, None]
         seen = (column[None, :] >= lowest[:, None]) & (column[None, :] <= row[:, None])
         shares = tl.where(seen, tl.exp2(scores), 0.0)
         steep = shares * (tl.dot(slopes, tl.trans(values)) - product[:, None])
         total = tl.dot(steep.to(keys.dtype), keys, total)
-    _store(of_q + head * dim, total * factor, row, heads * dim, tokens, dim, width)
+    _store(grad_q + head * dim, total * factor, row, heads * dim, tokens, dim, width)
 
 
 @triton.jit
 def attention_of_keys(
-    of_k, of_v, grad, log_sums, sums, q, k, v, first, last,
+    grad_k, grad_v, grad, log_sums, sums, q, k, v, first, last,
     q_token, q_head, k_token, k_head, v_token, v_head, tokens, heads, group, scale, factor,
     dim: tl.constexpr, width: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
 ):  # fmt: skip
@@ -121,8 +121,8 @@ def attention_of_keys(
             steep = shares * (tl.dot(values, tl.trans(slopes)) - product[None, :])
             key_total = tl.dot(steep.to(queries.dtype), queries, key_total)
     distance = heads // group * dim
-    _store(of_k + own * dim, key_total * factor, row, distance, tokens, dim, width)
-    _store(of_v + own * dim, value_total, row, distance, tokens, dim, width)
+    _store(grad_k + own * dim, key_total * factor, row, distance, tokens, dim, width)
+    _store(grad_v + own * dim, value_total, row, distance, tokens, dim, width)
 
 
 @triton.jit
