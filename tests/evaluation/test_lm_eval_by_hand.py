@@ -21,6 +21,7 @@ import torch
 from tests.support.forked_stage import forked_stage
 from tests.support.preloaded_python import SETTLED, preloaded_python
 from tests.support.tiny_export import tiny_adapter
+from workflow.lib.checkpoints.adapter import Adapter
 from workflow.lib.data.encoding.tokenizer import load_tokenizer
 from workflow.lib.evaluation.lm_eval_tasks import load_tasks, run_tasks
 from workflow.lib.evaluation.task_files import OFFLINE, SINGLE_PROCESS
@@ -118,7 +119,7 @@ def measured(tmp_path_factory):
         }
 
     tiny_adapter(loaded(), folder / "adapter")
-    tuned = load_adapter(loaded(), folder / "adapter")
+    tuned = load_adapter(loaded(), Adapter(folder / "adapter"))
     run_by_hand(folder)
     with (
         pytest.MonkeyPatch.context() as variables

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from tests.evaluation.test_lm_eval_tasks import task_file
 from tests.support.tiny_export import exported_run, random_documents, tiny_adapter, tiny_tokens
 from workflow.lib.artifacts.evaluation_record import forgetting
+from workflow.lib.checkpoints.adapter import Adapter
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.data.encoding.tokenizer import load_tokenizer
 from workflow.lib.data.tokens.token_store import TokenStore
@@ -190,7 +191,7 @@ def test_other_texts_are_measured_as_held_out_documents_are(folder, tokenizer, t
 
 def test_start_is_the_base_with_its_own_adapter(folder, evaluator, evaluated, settings):
     _, measured, _, _ = evaluator(settings)
-    plain = load_adapter(load(folder), folder / "start")
+    plain = load_adapter(load(folder), Adapter(folder / "start"))
     assert measured["start"].losses == heldout_losses(plain, DOCUMENTS, batch_size=4, device=CPU)
     assert measured["tuned"].losses != measured["start"].losses
 

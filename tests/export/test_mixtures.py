@@ -12,9 +12,11 @@ from transformers import AutoModelForCausalLM
 from tests.support.families import FamilyCase
 from tests.support.mixtures import MIXTURES, tiny_mixture
 from tests.support.models import decoded_by_hand, quantized
+from workflow.lib.checkpoints.adapter import Adapter
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.converted_reader import ModuleNames
 from workflow.lib.checkpoints.expert_stacks import expert_stacks
+from workflow.lib.checkpoints.files.model_files import ADAPTER_WEIGHTS
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.export.adapter_files import merged_tensors, save_adapter
 from workflow.lib.export.packed_stacks import (
@@ -22,11 +24,10 @@ from workflow.lib.export.packed_stacks import (
     NF4Tensor,
     adapted_paths,
     exported_config,
-    stored_names,
     stored_weight,
     without_stacks,
 )
-from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, load_base
+from workflow.lib.export.stock_models import load_base
 from workflow.lib.model.architecture.adapter_targets import adapter_scale
 from workflow.lib.quantization.nf4_checkpoint import quantizable_linears
 from workflow.lib.system.files import read_json
@@ -201,7 +202,7 @@ def test_mixture_whose_layers_are_all_dense_names_parameters_too():
 
 def test_names_of_the_training_come_back_from_the_exported_files(folder, tmp_path):
     target, model = exported(folder, tmp_path), meta(folder)
-    names = stored_names(read_json(target / "adapter_config.json"))
+    names = Adapter(target).names
     stored = load_file(target / ADAPTER_WEIGHTS)
     assert {names.trained(name) for name in stored} == trained_adapter(model).keys()
     assert any(".experts.base_layer.lora_A" in name for name in stored)

@@ -7,10 +7,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.models import adapted, random_store
+from workflow.lib.checkpoints.adapter import Adapter
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.export.adapter_files import read_sharded_adapter, save_adapter
 from workflow.lib.export.parity import POSITIONS, compare_logits, save_logits, trained_logits
-from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, load_adapter, load_base
+from workflow.lib.export.stock_models import load_adapter, load_base
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.system.files import read_checked_json
 
@@ -31,12 +32,12 @@ def reloaded(run, folder, **changes):
     base = load_base(
         Checkpoint(run / "base"), device=CPU, compute_dtype=torch.float32, attention="sdpa"
     )
-    return load_adapter(base, folder)
+    return load_adapter(base, Adapter(folder))
 
 
 def compare(model, path, exported):
-    file = exported / ADAPTER_WEIGHTS
-    return compare_logits(model, path, exported=file, compute_dtype=torch.float32, device=CPU)
+    adapter = Adapter(exported)
+    return compare_logits(model, path, adapter=adapter, compute_dtype=torch.float32, device=CPU)
 
 
 @pytest.mark.parametrize("change", [1.0, 2**-12], ids=["much", "one part in four thousand"])

@@ -7,6 +7,7 @@ from tests.export.test_mixtures import IDS, exported, logits, stock
 from tests.support.distributed import TIMEOUT_S, run_distributed
 from tests.support.mixtures import tiny_mixture
 from tests.support.models import quantized
+from workflow.lib.checkpoints.adapter import Adapter
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.distributed.world import process_group
 from workflow.lib.export.sharded_models import load_sharded_adapter, load_sharded_base
@@ -22,12 +23,12 @@ def share(folder):
         original = load_sharded_base(Checkpoint(folder / "model"), world=world, **options)
         found["original"] = original(IDS).logits
         tuned = load_sharded_adapter(
-            Checkpoint(folder / "nf4"), folder / "adapter", world=world, **options
+            Checkpoint(folder / "nf4"), Adapter(folder / "adapter"), world=world, **options
         )
         found["tuned"] = tuned.get_base_model()(IDS).logits
         with pytest.raises(UserError) as caught:
             load_sharded_adapter(
-                Checkpoint(folder / "model"), folder / "adapter", world=world, **options
+                Checkpoint(folder / "model"), Adapter(folder / "adapter"), world=world, **options
             )
     return found, str(caught.value)
 
@@ -40,6 +41,6 @@ def test_shared_mixture_computes_what_the_stock_reload_does(tmp_path, family):
     for found, message in run_distributed(share, tmp_path, world_size=2):
         expected = logits(stock(tmp_path / "model"))
         torch.testing.assert_close(found["original"], expected, rtol=1e-4, atol=1e-4)
-        expected = logits(load_adapter(stock(tmp_path / "nf4"), tmp_path / "adapter"))
+        expected = logits(load_adapter(stock(tmp_path / "nf4"), Adapter(tmp_path / "adapter")))
         torch.testing.assert_close(found["tuned"], expected, rtol=1e-4, atol=2e-4)
         assert "on the NF4 base alone. Leave tuned_on_original out" in message

@@ -13,7 +13,9 @@ from safetensors.torch import load_file, save_file
 from tests.evaluation.test_lm_eval_tasks import WRITE, task_file
 from tests.support.distributed import TIMEOUT_S, run_distributed
 from tests.support.tiny_export import exported_run, random_documents, tiny_tokens
+from workflow.lib.checkpoints.adapter import Adapter
 from workflow.lib.checkpoints.checkpoint import Checkpoint
+from workflow.lib.checkpoints.files.model_files import ADAPTER_WEIGHTS
 from workflow.lib.data.encoding.tokenizer import load_tokenizer
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.weight_checks import local_bytes
@@ -26,7 +28,6 @@ from workflow.lib.evaluation.evaluated_models import (
 )
 from workflow.lib.evaluation.questions import Archive, Measurement, measure, parts, prepare
 from workflow.lib.export.sharded_models import load_sharded_adapter
-from workflow.lib.export.stock_models import ADAPTER_WEIGHTS
 from workflow.lib.settings.config import ModelConfig
 from workflow.lib.settings.forms import FOLDERS, SUBJECTS, SubjectName
 from workflow.lib.system.errors import UserError
@@ -102,7 +103,7 @@ def evaluate(folder, settings, device="cpu", *, world, shards=None):
 def load(folder, adapter, world):
     options: dict[str, Any] = {"compute_dtype": torch.float32, "attention": "sdpa"}
     return load_sharded_adapter(
-        Checkpoint(folder / "base"), folder / adapter, world=world, **options
+        Checkpoint(folder / "base"), Adapter(folder / adapter), world=world, **options
     )
 
 

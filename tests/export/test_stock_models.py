@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.models import VOCAB, decoded_by_hand, quantized, tiny_llama
 from tests.support.tiny_export import tiny_adapter, tiny_base
+from workflow.lib.checkpoints.adapter import Adapter
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.export.sharded_models import load_sharded_adapter
 from workflow.lib.export.stock_models import load_adapter, load_base
@@ -130,7 +131,7 @@ def test_folder_without_a_model_is_refused(tmp_path):
 
 def test_adapter_adds_b_a_x_times_alpha_over_r(folder):
     plain = load(folder / "base").model.layers[1].mlp.up_proj
-    tuned = load_adapter(load(folder / "base"), folder / "adapter")
+    tuned = load_adapter(load(folder / "base"), Adapter(folder / "adapter"))
     adapted = tuned.base_model.model.model.layers[1].mlp.up_proj
     weights = load_file(folder / "adapter" / "adapter_model.safetensors")
     prefix = "base_model.model.model.layers.1.mlp.up_proj.lora_"
@@ -149,7 +150,7 @@ A_TENSOR = "base_model.model.model.layers.0.mlp.up_proj.lora_B.weight"
 def test_adapter_without_a_tensor_is_refused(folder, tmp_path):
     broken = copy_with(folder / "adapter", tmp_path / "a", lambda t: t.pop(A_TENSOR))
     with pytest.raises(UserError, match=rf"1 missing \({re.escape(A_TENSOR)}\)"):
-        load_adapter(load(folder / "base"), broken)
+        load_adapter(load(folder / "base"), Adapter(broken))
 
 
 def test_adapter_with_a_tensor_that_has_no_place_is_refused(folder, tmp_path):
@@ -158,7 +159,7 @@ def test_adapter_with_a_tensor_that_has_no_place_is_refused(folder, tmp_path):
         folder / "adapter", tmp_path / "a", lambda t: t.update({other: torch.ones(96, 3)})
     )
     with pytest.raises(UserError, match=rf"1 left over \({re.escape(other)}\)"):
-        load_adapter(load(folder / "base"), broken)
+        load_adapter(load(folder / "base"), Adapter(broken))
 
 
 def test_adapter_of_another_shape_is_refused(folder, tmp_path):
@@ -166,14 +167,14 @@ def test_adapter_of_another_shape_is_refused(folder, tmp_path):
         folder / "adapter", tmp_path / "a", lambda t: t.update({A_TENSOR: torch.ones(96, 5)})
     )
     with pytest.raises(UserError, match=r"does not fit the base model.*size mismatch"):
-        load_adapter(load(folder / "base"), broken)
+        load_adapter(load(folder / "base"), Adapter(broken))
 
 
 def test_folder_without_an_adapter_is_refused(folder, tmp_path):
     with pytest.raises(
         UserError, match=r"holds no exported adapter \(adapter_config\.json is not there\)"
     ):
-        load_adapter(load(folder / "base"), tmp_path)
+        load_adapter(load(folder / "base"), Adapter(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -213,8 +214,8 @@ def load_on(device, folder):
 @pytest.mark.gpu
 @needs_gpu
 def test_tuned_logits_on_a_gpu_are_those_on_a_cpu(folder):
-    on_cpu = logits(load_adapter(load(folder / "base"), folder / "adapter"))
-    tuned = load_adapter(load_on("cuda", folder), folder / "adapter")
+    on_cpu = logits(load_adapter(load(folder / "base"), Adapter(folder / "adapter")))
+    tuned = load_adapter(load_on("cuda", folder), Adapter(folder / "adapter"))
     assert {p.device.type for p in tuned.parameters()} == {"cuda"}
     with torch.no_grad():
         on_gpu = tuned(IDS.cuda()).logits.cpu()
@@ -225,14 +226,14 @@ def test_tuned_logits_on_a_gpu_are_those_on_a_cpu(folder):
 @pytest.mark.gpu
 @needs_two
 def test_model_larger_than_the_first_gpu_goes_on_to_the_second(folder, monkeypatch):
-    one = load_adapter(load_on("cuda:0", folder), folder / "adapter")
+    one = load_adapter(load_on("cuda:0", folder), Adapter(folder / "adapter"))
     free = torch.cuda.mem_get_info
     room = 180_000  # bytes: the embedding, a layer, and the reserve for the largest module
     monkeypatch.setattr(
         torch.cuda, "mem_get_info", lambda d: (room if d == 0 else free(d)[0], free(d)[1])
     )
     monkeypatch.setattr(torch.cuda, "memory_reserved", torch.cuda.memory_allocated)  # no cache
-    both = load_adapter(load_on("cuda", folder), folder / "adapter")
+    both = load_adapter(load_on("cuda", folder), Adapter(folder / "adapter"))
     assert {p.device.index for p in both.parameters()} == {0, 1}
     with torch.no_grad():
         # the same kernels on two equal GPUs, but PEFT may move the adapter's sums to another stream
@@ -240,13 +241,13 @@ def test_model_larger_than_the_first_gpu_goes_on_to_the_second(folder, monkeypat
 
 
 def load_whole(base, adapter):
-    return load_adapter(load(base), adapter)
+    return load_adapter(load(base), Adapter(adapter))
 
 
 def load_slices(base, adapter):
     """Ask for them; files are looked at before any process is."""
     build = {"compute_dtype": torch.float32, "attention": "sdpa"}
-    return load_sharded_adapter(Checkpoint(base), adapter, world=None, **build)
+    return load_sharded_adapter(Checkpoint(base), Adapter(adapter), world=None, **build)
 
 
 @pytest.mark.parametrize("load_tuned", [load_whole, load_slices])

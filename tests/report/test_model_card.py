@@ -30,6 +30,7 @@ from workflow.lib.artifacts.manifest_record import Manifest
 from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.records import GgufChecks, Parity, Quantization
 from workflow.lib.artifacts.training_record import Summary
+from workflow.lib.checkpoints.adapter import Adapter
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.export.stock_models import load_adapter, load_base
 from workflow.lib.report.model_card import CardInputs, model_card
@@ -242,7 +243,7 @@ def test_card_loads_what_was_evaluated(run, tmp_path, family, quantize):
     told: dict[str, Any] = {"compute_dtype": torch.bfloat16, "attention": "eager"}
     told["device"] = torch.device("cpu")
     tiny_adapter(load_base(Checkpoint(nf4), **told), adapter)
-    evaluated = load_adapter(load_base(Checkpoint(nf4), **told), adapter)
+    evaluated = load_adapter(load_base(Checkpoint(nf4), **told), Adapter(adapter))
     changes = {"model_id": None, "revision": None, "quantization": facts}
     base = {"nf4__base": nf4} if facts.only_here else {"base": model}
     loaded = used(model_card(read(run, **changes)), **base, this__folder=adapter)
@@ -321,7 +322,7 @@ def test_card_of_a_merged_run_loads_the_adapter_too(run, tmp_path):
     ids = torch.arange(5, 40)[None]
     with torch.no_grad():
         evaluated = load_adapter(
-            load_base(Checkpoint(tmp_path / "model"), **how), tmp_path / "adapter"
+            load_base(Checkpoint(tmp_path / "model"), **how), Adapter(tmp_path / "adapter")
         )
         assert torch.equal(loaded["model"](ids).logits, evaluated(ids).logits)
 

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from tests.support.finished import CONFIG, STEPS, arguments
 from tests.system.test_checksums import flip
+from workflow.lib.checkpoints.adapter import Adapter
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.distributed.sharded_files import read_whole
 from workflow.lib.export.adapter_files import read_sharded_adapter
@@ -48,7 +49,7 @@ def test_stock_peft_loads_the_values_of_the_checkpoint(run, tmp_path, step):
     base = load_base(
         Checkpoint(run / "base"), device=device, compute_dtype=torch.float32, attention="eager"
     )
-    model = load_adapter(base, tmp_path / "step")
+    model = load_adapter(base, Adapter(tmp_path / "step"))
     loaded = {n.replace(".default.", "."): p for n, p in model.named_parameters() if ".lora_" in n}
     assert loaded.keys() == found.keys() == {n[8:] for n in saved if n.startswith("adapter/")}
     assert all(torch.equal(loaded[name].detach(), saved[f"adapter/{name}"]) for name in loaded)

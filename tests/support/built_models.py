@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from workflow.lib.checkpoints.adapter import Adapter
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.distributed.world import World
 from workflow.lib.kernels.attention.attention_choice import (
@@ -45,4 +46,6 @@ def built_model(
         fused_loss=train.fused_loss,
         start_reference=reads_start(train.objective, config.preferences),
     )
-    return build_training_model(Checkpoint(base), config, asked, world, start=start, moved=moved)
+    return build_training_model(
+        Checkpoint(base), config, asked, world, start=start and Adapter(start), moved=moved
+    )

@@ -7,6 +7,7 @@ import torch
 from tests.support.report_examples import evaluation, parity
 from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.records import ServedCheck
+from workflow.lib.checkpoints.adapter import Adapter
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.evaluation.heldout_loss import heldout_losses
 from workflow.lib.export.parity import RELATIVE_TOLERANCE
@@ -24,7 +25,11 @@ def stock(folder, form):
         compute_dtype=torch.float32,
         attention="sdpa",
     )
-    return model if form in ("merged", "original") else load_adapter(model, folder / "adapter")
+    return (
+        model
+        if form in ("merged", "original")
+        else load_adapter(model, Adapter(folder / "adapter"))
+    )
 
 
 def evaluate(folder, form, output):

@@ -30,10 +30,11 @@ from tests.support.family_runs import (
 )
 from tests.support.models import adapted
 from tests.support.rounding import allowed, assert_rounded, lost
+from workflow.lib.checkpoints.adapter import Adapter
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.meta_model import auto_class
 from workflow.lib.export.parity import compare_logits
-from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, load_adapter, load_base
+from workflow.lib.export.stock_models import load_adapter, load_base
 from workflow.lib.model import prepared_decoder
 from workflow.lib.model.describe_model import describe_checkpoint
 from workflow.lib.system.errors import UserError
@@ -187,11 +188,10 @@ def test_stock_packages_reload_base_and_adapter_as_they_were_trained(folder, fou
     model = load_base(
         Checkpoint(base), device=CPU, compute_dtype=torch.float32, attention=attention
     )
-    tuned = load_adapter(model, exported(run))
+    tuned = load_adapter(model, Adapter(exported(run)))
     parity = compare_logits(
         tuned, run / "parity.safetensors",
-        exported=run / "exported" / ADAPTER_WEIGHTS, compute_dtype=torch.float32, device=CPU,
-        trained_name=names_of(run).trained,
+        adapter=Adapter(run / "exported"), compute_dtype=torch.float32, device=CPU,
     )  # fmt: skip
     assert parity.identical_values
     assert parity.passed

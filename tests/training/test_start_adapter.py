@@ -20,7 +20,8 @@ from tests.support.refusals import refusal
 from tests.support.stock_training import stock_loss
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.files.adapter_config import adapter_settings, read_adapter_config
-from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, load_base
+from workflow.lib.checkpoints.files.model_files import ADAPTER_WEIGHTS
+from workflow.lib.export.stock_models import load_base
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.settings.config import RunConfig, TrainConfig
 from workflow.lib.settings.schedule import step_rows

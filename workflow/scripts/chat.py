@@ -34,6 +34,7 @@ def main(args: argparse.Namespace) -> None:
     with importing():
         from transformers import TextStreamer
 
+        from workflow.lib.checkpoints.adapter import Adapter
         from workflow.lib.checkpoints.checkpoint import Checkpoint
         from workflow.lib.evaluation.conversation import open_conversation
 
@@ -41,7 +42,7 @@ def main(args: argparse.Namespace) -> None:
     conversation = open_conversation(
         Checkpoint(folder),
         exported,
-        adapter=adapter,
+        adapter=Adapter(adapter) if adapter else None,
         settings=trained_model(args),
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,

@@ -7,6 +7,7 @@ import argparse
 import logging
 from pathlib import Path
 
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.export.gguf_files import check_convertible
 from workflow.lib.settings.config import ExportConfig
 from workflow.lib.system.files import provenance, write_checked_json
@@ -17,7 +18,8 @@ logger = logging.getLogger("workflow")
 
 def main(args: argparse.Namespace) -> None:
     settings = ExportConfig.model_validate(args.config["export"])
-    check_convertible(args.model, llama_cpp=args.converter or Path(str(settings.llama_cpp)))
+    llama_cpp = args.converter or Path(str(settings.llama_cpp))
+    check_convertible(Checkpoint(args.model), llama_cpp=llama_cpp)
     write_checked_json(args.output, {"provenance": provenance()})
     logger.info("llama.cpp's converter knows class and tokenizer of %s", args.model)
 

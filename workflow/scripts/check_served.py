@@ -17,8 +17,8 @@ from workflow.lib.artifacts.evaluation_record import Evaluation
 from workflow.lib.artifacts.manifest_record import ConversationFacts, Probe
 from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.records import GgufChecks, Parity, Provenance, ServedCheck
+from workflow.lib.checkpoints.adapter import Adapter
 from workflow.lib.checkpoints.checkpoint import Checkpoint
-from workflow.lib.checkpoints.files.config_file import read_settings
 from workflow.lib.data.encoding.tokenizer import load_tokenizer
 from workflow.lib.data.tokens.token_store import TokenStore, recorded_arrays
 from workflow.lib.distributed.work_sharing import check_recorded
@@ -45,7 +45,7 @@ from workflow.lib.export.adapter_files import check_conversations
 from workflow.lib.model.backends import choose_device
 from workflow.lib.settings.config import EvaluateConfig, ModelConfig
 from workflow.lib.settings.forms import EXPORTS, FORMS
-from workflow.lib.system.checksums import check_files, downloaded_files, listed_files
+from workflow.lib.system.checksums import check_files, listed_files
 from workflow.lib.system.files import write_checked_json
 from workflow.lib.system.hardware import visible_gpus
 from workflow.scripts.command import form_folders, run, stage_parser
@@ -59,7 +59,7 @@ def main(args: argparse.Namespace) -> None:
     check_recorded(
         [
             *listed_files(served.exported),
-            *downloaded_files(served.weights),
+            *served.weights.recorded,
             *recorded_arrays(args.tokens, store.manifest),
         ]
     )
@@ -70,7 +70,7 @@ def main(args: argparse.Namespace) -> None:
         known_as = f"{server.name} {server.version}"
         logger.info("%s serves %s in %s", known_as, FORMS[served.name].label, trial.dtype)
         if isinstance(server, VllmServer) and served.adapter is not None:
-            server.load_adapter(ADAPTER, served.adapter, on_experts=trial.on_experts)
+            server.load_adapter(ADAPTER, served.adapter.folder, on_experts=trial.on_experts)
         tokenizer = load_tokenizer(served.exported)
         check_conversations(served.exported, probes(args.tokens))
         prompts = check_prompts(server, tokenizer, probes(args.tokens))
@@ -103,20 +103,20 @@ def main(args: argparse.Namespace) -> None:
 
 
 class ServedModel(NamedTuple):
-    """The served form, and its folders: weights, an adapter on them, and the one that has the
-    tokenizer of the training."""
+    """The served form: weights, an adapter on them, and the folder with the trained tokenizer."""
 
     name: str
-    weights: Path
-    adapter: Path | None
+    weights: Checkpoint
+    adapter: Adapter | None
     exported: Path
 
 
 def served_model(args: argparse.Namespace) -> ServedModel:
     name = args.config["evaluate"]["served"]
     folders, form = form_folders(args), FORMS[name]
-    weights, adapter = folders[form.weights], folders[form.adapter] if form.adapter else None
-    return ServedModel(name, weights, adapter, adapter or weights)
+    adapter = Adapter(folders[form.adapter]) if form.adapter else None
+    exported = folders[form.adapter or form.weights]
+    return ServedModel(name, Checkpoint(folders[form.weights]), adapter, exported)
 
 
 @dataclass(frozen=True)
@@ -157,12 +157,11 @@ def in_gguf(args: argparse.Namespace, served: ServedModel, asked: Asked) -> Tria
 def in_vllm(args: argparse.Namespace, served: ServedModel, asked: Asked) -> Trial:
     parity = read_record(args.parity, Parity)
     adapter = served.adapter
-    config = None if adapter is None else read_settings(adapter / "adapter_config.json")
-    rank = None if config is None else rank_slots(config)
-    on_experts = bool(config and config.get("target_parameters"))
+    rank = None if adapter is None else rank_slots(adapter.config)
+    on_experts = bool(adapter and adapter.config.get("target_parameters"))
     start = VllmStart(
         python=args.python,
-        model=served.weights,
+        model=served.weights.folder,
         tokenizer=served.exported,
         dtype=parity.compute_dtype,
         max_tokens=asked.longest,
@@ -179,10 +178,9 @@ def probes(tokens: Path) -> list[Probe]:
 
 def loaded(args: argparse.Namespace, served: ServedModel) -> Model:
     """Return the served model, in Transformers."""
-    weights = Checkpoint(served.weights)
     settings = ModelConfig.model_validate(args.config["model"])
-    options = load_options(weights, device=choose_device(), settings=settings)
-    return Loading(options, shards=None).model(weights, served.adapter)
+    options = load_options(served.weights, device=choose_device(), settings=settings)
+    return Loading(options, shards=None).model(served.weights, served.adapter)
 
 
 def trained_loss(path: Path, asked: Asked) -> float | None:

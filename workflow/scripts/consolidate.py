@@ -13,8 +13,8 @@ from workflow.lib.artifacts.manifest_record import ConversationFacts
 from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.records import Parity
 from workflow.lib.artifacts.training_record import Summary
+from workflow.lib.checkpoints.adapter import Adapter
 from workflow.lib.checkpoints.checkpoint import Checkpoint
-from workflow.lib.checkpoints.files.stack_names import StackNames
 from workflow.lib.distributed.work_sharing import check_recorded
 from workflow.lib.export.adapter_files import (
     check_conversations,
@@ -26,7 +26,7 @@ from workflow.lib.export.adapter_files import (
 )
 from workflow.lib.export.parity import compare_logits
 from workflow.lib.export.peft_folder import Trained, write_peft_folder
-from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, load_adapter, load_base
+from workflow.lib.export.stock_models import load_adapter, load_base
 from workflow.lib.model.backends import (
     choose_device,
     resolve_attention,
@@ -49,35 +49,30 @@ def main(args: argparse.Namespace) -> None:
     config = RunConfig.model_validate(args.config)
     facts = read_record(args.manifest, ConversationFacts)
     summary = read_record(args.finetune / "summary.json", Summary)
-    trained = RecordedFile(args.finetune, "parity.safetensors", summary.parity_sha256)
-    check_recorded([*listed_files(args.base), trained])
+    logits = RecordedFile(args.finetune, "parity.safetensors", summary.parity_sha256)
+    check_recorded([*listed_files(args.base), logits])
     original, base = Checkpoint.open(args.model), Checkpoint(args.base)
-    adapter = Trained(
+    trained = Trained(
         read_sharded_adapter(args.finetune / "adapter"),
         read_artifact(args.finetune / "adapter_config.json"),
     )
     with new_folder(args.output) as folder:
-        names = write_peft_folder(
-            adapter,
+        exported = write_peft_folder(
+            trained,
             folder / "adapter",
             config,
             model=original,
             base=base,
             facts=facts,
         )
-        parity = prove(args, config, base, folder / "adapter", names=names)
+        parity = prove(args, config, base, exported)
         write_checked_json(folder / "parity.json", parity.as_json())
         if config.export.merged:
-            merge(adapter, original, base, folder / "merged", settings=config.export, facts=facts)
+            merge(trained, original, base, folder / "merged", settings=config.export, facts=facts)
 
 
 def prove(
-    args: argparse.Namespace,
-    config: RunConfig,
-    base: Checkpoint,
-    adapter: Path,
-    *,
-    names: StackNames,
+    args: argparse.Namespace, config: RunConfig, base: Checkpoint, adapter: Adapter
 ) -> Parity:
     """Reload the exported adapter with stock packages; raise `UserError` if it differs."""
     device = choose_device()
@@ -90,10 +85,9 @@ def prove(
     parity = compare_logits(
         model,
         args.finetune / "parity.safetensors",
-        exported=adapter / ADAPTER_WEIGHTS,
+        adapter=adapter,
         compute_dtype=dtype,
         device=model.device,
-        trained_name=names.trained,
     )
     if not parity.passed:
         values = "its values are the same" if parity.identical_values else "its values differ"
@@ -115,7 +109,7 @@ def prove(
 
 
 def merge(
-    adapter: Trained,
+    trained: Trained,
     original: Checkpoint,
     base: Checkpoint,
     folder: Path,
@@ -124,7 +118,7 @@ def merge(
     facts: ConversationFacts,
 ) -> None:
     """Stream the merged model to `folder`, with the conversations of the training."""
-    tensors = merged_model(*adapter, original=original, base=base, onto=settings.merge_onto)
+    tensors = merged_model(*trained, original=original, base=base, onto=settings.merge_onto)
     num_bytes = write_merged(tensors, original, folder, settings=settings)
     replace_chat_template(folder, facts=facts)
     write_generation_config(original.folder, folder, facts=facts)

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from workflow.lib.artifacts.manifest_record import ConversationFacts, Probe
 from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.records import GgufChecks, GgufFile, Provenance
+from workflow.lib.checkpoints.adapter import Adapter
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.data.encoding.tokenizer import load_tokenizer
 from workflow.lib.data.tokens.token_store import TokenStore, choose_documents
@@ -59,19 +60,18 @@ class Served:
 
     form: GgufForm
     source: GgufSource
-    adapter: Path | None
+    adapter: Adapter | None
     """PEFT's adapter that is put on the model."""
     files: dict[GgufFormat, Path]
     adapter_file: Path | None
 
     def load(self) -> PreTrainedModel | PeftModel:
         """Return the same in Transformers, in float32 on the CPU."""
-        checkpoint = Checkpoint(self.source.model)
         model = load_base(
-            checkpoint,
+            self.source.model,
             device=torch.device("cpu"),
             compute_dtype=torch.float32,
-            attention=checkpoint.attention_needs.stock,
+            attention=self.source.model.attention_needs.stock,
         )
         return model if self.adapter is None else load_adapter(model, self.adapter)
 
@@ -104,12 +104,12 @@ def served_form(
     if form == "merged":
         check_recorded(listed_files(args.merged))
         files = {name: folder / f"{args.run}-{name}.gguf" for name in formats}
-        return Served(form, GgufSource(args.merged, args.merged), None, files, None)
+        return Served(form, GgufSource(Checkpoint(args.merged), args.merged), None, files, None)
     check_recorded([*downloaded_files(args.model), *listed_files(args.adapter)])
-    adapter = args.adapter
     files = {name: folder / f"{args.run}-base-{name}.gguf" for name in formats}
     adapter_file = folder / f"{args.run}-adapter.gguf"
-    return Served(form, GgufSource(args.model, args.adapter), adapter, files, adapter_file)
+    source = GgufSource(Checkpoint(args.model), args.adapter)
+    return Served(form, source, Adapter(args.adapter), files, adapter_file)
 
 
 def checked(served: Served, probes: Sequence[Probe], *, tokens: Path) -> list[GgufFile]:

@@ -23,6 +23,7 @@ from workflow.lib.artifacts.preflight_record import Preflight
 from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.trained_content import input_digests
 from workflow.lib.artifacts.training_record import Check, Step
+from workflow.lib.checkpoints.adapter import Adapter
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.files.model_files import ADAPTER
 from workflow.lib.data.tokens.token_store import MANIFEST, TokenStore, recorded_arrays
@@ -102,7 +103,14 @@ def work(
         # no linear of the base and no layer is larger than one of its files
         file_bytes = max(path.stat().st_size for path in args.base.glob("*.safetensors"))
         pulse.phase("loading the model", num_bytes=file_bytes)
-        model = build_training_model(base, config, plan, world, start=args.start, moved=pulse.moved)
+        model = build_training_model(
+            base,
+            config,
+            plan,
+            world,
+            start=Adapter(args.start) if args.start else None,
+            moved=pulse.moved,
+        )
         trainable = model.trainable_by_module().items()
         logger.info("trained parameters: %s", ", ".join(f"{name} {n:,}" for name, n in trainable))
         if model.training.router_balance is not None and plan.accumulation_steps > 1:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 
+from workflow.lib.checkpoints.adapter import Adapter
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.files.model_files import ADAPTER
 from workflow.lib.data.tokens.token_store import TokenStore, recorded_arrays
@@ -196,7 +197,7 @@ def opened(
     if folders.adapter is None:
         yield WholeModel(loading.plain(model), **asked)
         return
-    tuned = loading.tuned(model, folders.adapter)
+    tuned = loading.tuned(model, Adapter(folders.adapter))
     yield WholeModel(tuned.get_base_model(), **asked)  # type: ignore[arg-type]
 
 

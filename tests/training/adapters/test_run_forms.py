@@ -28,9 +28,11 @@ from tests.support.distributed import run_in_group
 from tests.support.gathering import all_full
 from tests.support.models import random_store
 from tests.support.plans import make_plan
+from workflow.lib.checkpoints.adapter import Adapter
 from workflow.lib.checkpoints.checkpoint import Checkpoint
+from workflow.lib.checkpoints.files.model_files import ADAPTER_WEIGHTS
 from workflow.lib.export.sharded_models import load_sharded_adapter
-from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, load_adapter, load_base
+from workflow.lib.export.stock_models import load_adapter, load_base
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import read_json, write_json
@@ -55,7 +57,11 @@ def alone(folder, tmp_path_factory):
 def evaluate_sharded(world, base, exported):
     with torch.no_grad():
         tuned = load_sharded_adapter(
-            Checkpoint(base), exported, world=world, compute_dtype=torch.float32, attention="sdpa"
+            Checkpoint(base),
+            Adapter(exported),
+            world=world,
+            compute_dtype=torch.float32,
+            attention="sdpa",
         )
         inner = tuned.get_base_model()
         first = inner(input_ids=IDS).logits
@@ -71,7 +77,7 @@ def test_sharded_evaluation_takes_what_is_trained_beside_adapters(folder, alone,
     path = base_of(folder, kind)
     base = load_base(Checkpoint(path), device=CPU, compute_dtype=torch.float32, attention="sdpa")
     plain = base(input_ids=IDS).logits.detach()
-    tuned = load_adapter(base, exported)(input_ids=IDS).logits.detach()
+    tuned = load_adapter(base, Adapter(exported))(input_ids=IDS).logits.detach()
     assert float((plain - tuned).abs().max()) > (1.0 if kind == "both" else 0.1)
     for on, off, again in run_in_group(evaluate_sharded, path, exported, world_size=2):
         torch.testing.assert_close(on, tuned, rtol=1e-4, atol=1e-4)

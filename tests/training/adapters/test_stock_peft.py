@@ -24,11 +24,12 @@ from tests.support.adapter_kinds import (
 )
 from tests.support.distributed import run_in_group
 from tests.support.stock_training import stock, stock_peft
+from workflow.lib.checkpoints.adapter import Adapter
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.export.adapter_files import merged_tensors, read_sharded_adapter
 from workflow.lib.export.parity import compare_logits
-from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, load_adapter, load_base
+from workflow.lib.export.stock_models import load_adapter, load_base
 from workflow.lib.model.trained_modules import ROWS_TENSOR
 from workflow.lib.system.files import read_json
 
@@ -134,11 +135,11 @@ def test_stock_peft_reloads_the_export_as_it_was_trained(folder, trained, kind, 
     base = load_base(
         Checkpoint(base_of(folder, kind)), device=CPU, compute_dtype=dtype, attention="sdpa"
     )
-    model = load_adapter(base, exported)
+    model = load_adapter(base, Adapter(exported))
     model.tie_weights()  # as lm-eval does
     parity = compare_logits(
         model, run / "parity.safetensors",
-        exported=exported / ADAPTER_WEIGHTS, compute_dtype=dtype, device=CPU,
+        adapter=Adapter(exported), compute_dtype=dtype, device=CPU,
     )  # fmt: skip
     assert parity.identical_values
     if dtype == torch.float32:
@@ -154,7 +155,7 @@ def test_merged_model_is_that_of_peft_and_has_what_is_trained_beside_adapters(
     exported, adapter = export(run), read_sharded_adapter(run / "adapter")
     settings, source = read_json(run / "adapter_config.json"), base.with_name("original")
     original = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    theirs = load_adapter(original, exported).merge_and_unload().state_dict()
+    theirs = load_adapter(original, Adapter(exported)).merge_and_unload().state_dict()
     with CheckpointReader(source) as whole, CheckpointReader(base) as nf4:
         ours = dict(merged_tensors(adapter, settings, original=whole, nf4=nf4, onto="original"))
     assert theirs.keys() - ours.keys() == ({"lm_head.weight"} if kind == "rows, tied" else set())

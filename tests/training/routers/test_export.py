@@ -11,12 +11,14 @@ from tests.support.family_runs import merge
 from tests.support.mixtures import MIXTURES, MORE_MIXTURES, tiny_mixture
 from tests.support.models import quantized
 from tests.support.router_runs import CPU, config, router, single_documents, train
+from workflow.lib.checkpoints.adapter import Adapter
 from workflow.lib.checkpoints.checkpoint import Checkpoint
+from workflow.lib.checkpoints.files.model_files import ADAPTER_WEIGHTS
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.export.adapter_files import read_sharded_adapter, save_adapter, with_corrections
 from workflow.lib.export.packed_stacks import adapted_paths, exported_config
 from workflow.lib.export.parity import compare_logits
-from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, load_adapter, load_base
+from workflow.lib.export.stock_models import load_adapter, load_base
 from workflow.lib.model.architecture.routers import CORRECTION
 from workflow.lib.system.files import read_json
 
@@ -64,16 +66,14 @@ def exported(folder, target, dtype=torch.float32):
         whole = with_corrections(adapter, settings, model=original.model, base=base)
     tensors = {names.exported(name): tensor for name, tensor in whole.items()}
     save_adapter(tensors, exported_config(settings, original.names, adapter), target)
-    return names
 
 
 def check_reload(folder, target, dtype):
-    names = exported(folder, target, dtype)
+    exported(folder, target, dtype)
     base = load_base(Checkpoint(folder / "nf4"), device=CPU, compute_dtype=dtype, attention="eager")
     return compare_logits(
-        load_adapter(base, target), folder / f"run-{dtype}" / "parity.safetensors",
-        exported=target / ADAPTER_WEIGHTS, compute_dtype=dtype, device=CPU,
-        trained_name=names.trained,
+        load_adapter(base, Adapter(target)), folder / f"run-{dtype}" / "parity.safetensors",
+        adapter=Adapter(target), compute_dtype=dtype, device=CPU,
     )  # fmt: skip
 
 

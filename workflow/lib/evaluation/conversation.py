@@ -16,6 +16,7 @@ from transformers import (
     TextStreamer,
 )
 
+from workflow.lib.checkpoints.adapter import Adapter
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.data.encoding.tokenizer import load_tokenizer
 from workflow.lib.evaluation.evaluated_models import Loading, load_options
@@ -107,7 +108,7 @@ def open_conversation(
     checkpoint: Checkpoint,
     exported: Path,
     *,
-    adapter: Path | None,
+    adapter: Adapter | None,
     settings: ModelConfig,
     max_new_tokens: int,
     temperature: float,

@@ -15,6 +15,7 @@ import torch
 from peft import PeftModel
 from transformers import PreTrainedModel
 
+from workflow.lib.checkpoints.adapter import Adapter
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.distributed.heartbeat import FIRST_PASS_S, Pulse
 from workflow.lib.distributed.work_sharing import check_recorded, is_sharded, shared_out
@@ -111,7 +112,8 @@ def subjects(
     measured = []
     for copy, forms in copies.items():
         weights, *adapters = (folders[part] for part in copy)
-        opener = memory.opener(partial(loading.model, Checkpoint(weights), *adapters))
+        load = partial(loading.model, Checkpoint(weights), *map(Adapter, adapters))
+        opener = memory.opener(load)
         for name in forms:
             opened: Callable[[], AbstractContextManager[Opened]]
             opened = partial(opener, adapter=FORMS[name].adapter is not None)
@@ -177,7 +179,7 @@ class Loading:
     options: dict[str, Any]
     shards: World | None
 
-    def model(self, weights: Checkpoint, adapter: Path | None = None) -> Model:
+    def model(self, weights: Checkpoint, adapter: Adapter | None = None) -> Model:
         """Load a model's weights, with an adapter on them."""
         return self.plain(weights) if adapter is None else self.tuned(weights, adapter)
 
@@ -186,7 +188,7 @@ class Loading:
             return load_base(checkpoint, **self.options)
         return load_sharded_base(checkpoint, world=self.shards, **self._computing)
 
-    def tuned(self, base: Checkpoint, adapter: Path) -> PeftModel:
+    def tuned(self, base: Checkpoint, adapter: Adapter) -> PeftModel:
         if self.shards is None:
             return load_adapter(load_base(base, **self.options), adapter)
         return load_sharded_adapter(base, adapter, world=self.shards, **self._computing)

@@ -13,19 +13,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors.torch import load_file
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from workflow.lib.checkpoints.adapter import Adapter
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.files.config_file import read_settings
 from workflow.lib.checkpoints.files.stack_names import PREFIX
 from workflow.lib.data.encoding.chat_template import without_generation_tags
 from workflow.lib.export.adapter_files import CHAT_TEMPLATE, replace_in_config, save_adapter
-from workflow.lib.export.stock_models import ADAPTER_WEIGHTS
 from workflow.lib.model.architecture.adapter_targets import adapter_scale
 from workflow.lib.settings.evaluate import ADAPTER_CONVERTER, CONVERTER, GgufFormat
 from workflow.lib.system.environment import shipped_path
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.files import read_json, write_json, write_text
+from workflow.lib.system.files import write_json, write_text
 
 SHOWN_LINES = 6  # of the converter's last output
 CONVERTED: set[GgufFormat] = {"f32", "f16", "bf16", "q8_0"}  # the quantizer makes the others
@@ -40,9 +40,9 @@ QUANTIZER_LINES = 4
 
 @dataclass(frozen=True)
 class GgufSource:
-    """Sources of a GGUF file: folders of a model, and of the tokenizer that was trained with."""
+    """Sources of a GGUF file: a model, and the folder of the tokenizer that was trained with."""
 
-    model: Path
+    model: Checkpoint
     tokenizer: Path
 
 
@@ -67,15 +67,15 @@ def write_models(
             quantize(whole, outputs[name], format_name=name, threads=threads)
 
 
-def check_convertible(model: Path, *, llama_cpp: Path) -> None:
+def check_convertible(model: Checkpoint, *, llama_cpp: Path) -> None:
     """Raise `UserError` if the converter does not know a model's class or its tokenizer."""
     with tempfile.TemporaryDirectory() as folder:
-        copy = servable_copy(GgufSource(model, model), Path(folder) / "model")
+        copy = servable_copy(GgufSource(model, model.folder), Path(folder) / "model")
         vocabulary = Path(folder) / "vocabulary.gguf"
         _convert(llama_cpp / CONVERTER, copy, vocabulary, "--vocab-only", outtype="auto")
 
 
-def write_adapter(adapter: Path, source: GgufSource, output: Path, *, llama_cpp: Path) -> None:
+def write_adapter(adapter: Adapter, source: GgufSource, output: Path, *, llama_cpp: Path) -> None:
     """Write PEFT's adapter of a model as a GGUF file; raises `UserError` as `write_models`."""
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=".source-") as folder:
         copy = servable_copy(source, Path(folder) / "model")
@@ -115,7 +115,7 @@ def _reason(output: str) -> str:
 def servable_copy(source: GgufSource, folder: Path) -> Path:
     """Link the model's and tokenizer's files into `folder`, with the template for inference."""
     folder.mkdir()
-    files = {path.name: path for path in source.model.iterdir()}
+    files = {path.name: path for path in source.model.folder.iterdir()}
     files |= {
         name: source.tokenizer / name
         for name in TRAINED_WITH
@@ -141,10 +141,9 @@ def _name_architecture(path: Path) -> None:
         write_json(path, config | {"architectures": [known]})
 
 
-def scaled_copy(adapter: Path, folder: Path) -> Path:
+def scaled_copy(adapter: Adapter, folder: Path) -> Path:
     """Write the adapter with scale alpha / rank for every module: the rest of it goes into B."""
-    config = read_json(adapter / "adapter_config.json")
-    tensors = load_file(adapter / ADAPTER_WEIGHTS)
+    config, tensors = adapter.config, adapter.tensors()
     for name, tensor in tensors.items():
         path, is_b, _ = name.partition(".lora_B.")
         if is_b:

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 
 from workflow.lib.checkpoints.converted_reader import ConvertedReader, ModuleNames
 from workflow.lib.checkpoints.expert_stacks import ExpertStack
-from workflow.lib.checkpoints.files.stack_names import PREFIX, StackNames
+from workflow.lib.checkpoints.files.stack_names import PREFIX
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.kernels.nf4.decode import decoded
 from workflow.lib.model.architecture.adapter_targets import adapter_scale, by_pattern
@@ -52,20 +52,6 @@ def without_stacks(
     return {
         name: tensor for name, tensor in adapter.items() if name.partition(".lora_")[0] not in paths
     }
-
-
-def stored_names(config: Mapping[str, Any]) -> StackNames:
-    """Return the names of an exported adapter, given its `adapter_config.json`."""
-    parameters: Iterable[str] = config.get("target_parameters") or ()
-    return StackNames(path for path in parameters if not path.endswith(".weight"))
-
-
-def trained_targets(config: Mapping[str, Any]) -> list[str] | str:
-    """Return the targets of an exported adapter as modules of the training, from its config."""
-    modules = config["target_modules"]
-    parameters: Iterable[str] = config.get("target_parameters") or ()
-    paths = [path.removesuffix(".weight") for path in parameters]
-    return [*modules, *paths] if paths else modules
 
 
 def exported_config(

@@ -5,17 +5,18 @@ files with stock Transformers and PEFT. Logits detect an adapter that is applied
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import get_peft_model_state_dict
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from workflow.lib.artifacts.records import Parity, Provenance
+from workflow.lib.checkpoints.adapter import Adapter
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.fsdp import forward_only
 from workflow.lib.model.architecture.routers import CORRECTION
@@ -96,19 +97,18 @@ def compare_logits(
     model: Any,
     path: Path,
     *,
-    exported: Path,
+    adapter: Adapter,
     compute_dtype: torch.dtype,
     device: torch.device,
-    trained_name: Callable[[str], str] = str,
 ) -> Parity:
-    """Compare a stock PEFT model with the record at `path`; exported: PEFT's file, with the trained
+    """Compare a stock PEFT model with the record at `path`; adapter: the exported, with the trained
     values. A difference far below `adapter_effect` cannot be the base's."""
     model.eval()
     with safe_open(path, framework="pt") as file:
         digest = file.get_tensor("digest")
-    stored = load_file(exported)
+    stored, names = adapter.tensors(), adapter.names
     trained = {
-        trained_name(name): tensor
+        names.trained(name): tensor
         for name, tensor in stored.items()
         if not name.endswith(CORRECTION)  # the base's (`adapter_files.with_corrections`)
     }

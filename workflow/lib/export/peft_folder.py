@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from workflow.lib.artifacts.manifest_record import ConversationFacts
+from workflow.lib.checkpoints.adapter import Adapter
 from workflow.lib.checkpoints.checkpoint import Checkpoint
-from workflow.lib.checkpoints.files.stack_names import StackNames
 from workflow.lib.export.adapter_files import (
     base_reference,
     check_conversations,
@@ -40,17 +40,17 @@ def write_peft_folder(
     model: Checkpoint,
     base: Checkpoint,
     facts: ConversationFacts,
-) -> StackNames:
-    """Write the adapter of `base` to `folder`; return the names in its files. Raises `UserError` if
-    its tokenizer does not write conversations as trained."""
+) -> Adapter:
+    """Write the adapter of `base` to `folder`. Raises `UserError` if its tokenizer does not write
+    conversations as trained."""
     reference = base_reference(config.model, model.folder, export=config.export)
     whole = Trained(trained.tensors, trained.config | reference)
-    names = save_exported(whole, folder, original=model, base=base)
+    save_exported(whole, folder, original=model, base=base)
     save_tokenizer(model.folder, folder, facts=facts)
     write_generation_config(model.folder, folder, facts=facts)
     check_conversations(folder, facts.probes)
     write_checksums(folder)
-    return names
+    return Adapter(folder)
 
 
 def save_exported(
@@ -59,8 +59,8 @@ def save_exported(
     *,
     original: Checkpoint,
     base: Checkpoint,
-) -> StackNames:
-    """Write weights and configuration for stock PEFT, and return its names of the tensors."""
+) -> None:
+    """Write weights and configuration for stock PEFT."""
     names = original.names.peft(adapted_paths(adapter.tensors))
     with base.stored() as reader:
         tensors = with_corrections(
@@ -71,4 +71,3 @@ def save_exported(
             exported_config(adapter.config, original.names, adapter.tensors),
             folder,
         )
-    return names

@@ -16,14 +16,13 @@ import torch
 from peft import LoraConfig, PeftModel
 from transformers import GenerationConfig, PreTrainedModel
 
+from workflow.lib.checkpoints.adapter import Adapter
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.expert_stacks import expert_stacks
-from workflow.lib.checkpoints.files.stack_names import StackNames
-from workflow.lib.checkpoints.safetensors_reader import CheckpointReader, check_whole
+from workflow.lib.checkpoints.safetensors_reader import check_whole
 from workflow.lib.distributed.fsdp import shard_for_inference_
 from workflow.lib.distributed.world import World
-from workflow.lib.export.packed_stacks import stored_names, trained_targets
-from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, refuse_unmatched
+from workflow.lib.export.stock_models import refuse_unmatched
 from workflow.lib.model.layers.rotary_by_length import rotate_by_call_alone_
 from workflow.lib.model.lora import adapted, trainable_parameters
 from workflow.lib.model.nf4_model import (
@@ -35,7 +34,6 @@ from workflow.lib.model.nf4_model import (
 )
 from workflow.lib.model.trained_modules import train_rows_, write_rows_
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.files import read_json
 
 
 def load_sharded_base(
@@ -54,19 +52,17 @@ def load_sharded_base(
 
 
 def load_sharded_adapter(
-    base: Checkpoint, adapter: Path, *, world: World, compute_dtype: torch.dtype, attention: str
+    base: Checkpoint, adapter: Adapter, *, world: World, compute_dtype: torch.dtype, attention: str
 ) -> PeftModel:
     """Return the base with the exported adapter on it, as `load_sharded_base`.
     Collective. PEFT's wrapper goes around FSDP's root: call the model inside (`get_base_model`),
     which has the adapter. Raises `UserError` also if adapter and model do not fit tensor by
     tensor."""
     check_whole(base.folder)
-    check_whole(adapter, single=ADAPTER_WEIGHTS)
+    adapter.check_exported()
     model = _on_meta(base, compute_dtype=compute_dtype, attention=attention)
-    written = read_json(adapter / "adapter_config.json")
-    names = stored_names(written)
-    config = LoraConfig.from_pretrained(str(adapter))
-    config.target_modules, config.target_parameters = trained_targets(written), None
+    config = LoraConfig.from_pretrained(str(adapter.folder))
+    config.target_modules, config.target_parameters = adapter.targets, None
     config.trainable_token_indices = None  # PEFT's own layer reads a whole table
     config.inference_mode = False  # distinguishes adapter from base; no gradient is computed
     config.base_model_name_or_path = str(base.folder)
@@ -78,7 +74,7 @@ def load_sharded_adapter(
     materialize_(tuned, transformers_model=model, device=world.device)
     with base.reader() as reader:
         load_weights_(model, reader)
-    _load_adapter_(tuned, adapter, names=names)
+    _load_adapter_(tuned, adapter)
     tuned.eval()
     return tuned
 
@@ -107,12 +103,13 @@ def _on_meta(
 
 
 @torch.no_grad()
-def _load_adapter_(tuned: PeftModel, folder: Path, *, names: StackNames) -> None:
-    places = {names.exported(name): param for name, param in trainable_parameters(tuned).items()}
-    with CheckpointReader(folder, single=ADAPTER_WEIGHTS) as reader:
+def _load_adapter_(tuned: PeftModel, adapter: Adapter) -> None:
+    params = trainable_parameters(tuned)
+    places = {adapter.names.exported(name): param for name, param in params.items()}
+    with adapter.reader() as reader:
         stored = set(reader.names())
         refuse_unmatched(
-            folder,
+            adapter.folder,
             missing=places.keys() - stored,
             unexpected=stored - places.keys(),
             mismatched=[

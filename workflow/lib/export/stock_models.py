@@ -27,15 +27,15 @@ from typing import Any
 import torch
 from bitsandbytes.nn.modules import Linear4bit, Params4bit
 from peft import PeftModel, get_peft_model_state_dict
-from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
+from workflow.lib.checkpoints.adapter import Adapter
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.files.quantization_settings import METHOD
 from workflow.lib.checkpoints.meta_model import auto_class
-from workflow.lib.checkpoints.safetensors_reader import check_whole, open_whole
+from workflow.lib.checkpoints.safetensors_reader import check_whole
 from workflow.lib.export.packed_stacks import (
     linear_names,
     pack_,
@@ -47,7 +47,6 @@ from workflow.lib.system.errors import UserError
 from workflow.lib.system.undocumented_interfaces import MODEL_PACKAGES, check_interfaces
 
 DECODED = {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 def load_base(
@@ -169,32 +168,27 @@ def decode_partial_rows_(model: nn.Module) -> None:
         model.set_submodule(path, plain.train(linear.training))
 
 
-def load_adapter(model: PreTrainedModel, adapter_dir: Path) -> PeftModel:
+def load_adapter(model: PreTrainedModel, adapter: Adapter) -> PeftModel:
     """Put the exported adapter on `model`, in place. Raises `UserError` if files are missing, or
     tensors and places do not correspond, which stock PEFT only warns of."""
-    for name in ("adapter_config.json", ADAPTER_WEIGHTS):
-        if not (adapter_dir / name).is_file():
-            raise UserError(
-                f"{adapter_dir} holds no exported adapter ({name} is not there). Delete the folder "
-                "and repeat the command; consolidate makes it again."
-            )
-    open_whole(adapter_dir / ADAPTER_WEIGHTS, made_here=True)
+    adapter.check_exported()
+    folder = adapter.folder
     try:
         tuned: PeftModel = PeftModel.from_pretrained(
-            model, str(adapter_dir), is_trainable=False, torch_device=model.device.type
+            model, str(folder), is_trainable=False, torch_device=model.device.type
         )
     except RuntimeError as error:
         if "size mismatch" not in str(error):
             raise
         reason = " ".join(str(error).split())
         raise UserError(
-            f"{adapter_dir} does not fit the base model: {reason}. Name the adapter of this base, "
+            f"{folder} does not fit the base model: {reason}. Name the adapter of this base, "
             "or export it again."
         ) from error
     places = set(get_peft_model_state_dict(tuned, save_embedding_layers=False))
-    with safe_open(adapter_dir / ADAPTER_WEIGHTS, framework="pt") as file:
-        stored = set(file.keys())
-    refuse_unmatched(adapter_dir, missing=places - stored, unexpected=stored - places)
+    with adapter.reader() as reader:
+        stored = {*reader.names()}
+    refuse_unmatched(folder, missing=places - stored, unexpected=stored - places)
     config: Any = tuned.peft_config["default"]
     if config.trainable_token_indices:
         inner: Any = tuned.get_base_model()

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from workflow.lib.checkpoints.adapter import Adapter
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.meta_model import quiet_transformers, said_by
 from workflow.lib.export.adapter_files import merged_model
@@ -72,7 +73,7 @@ def _steps(folder: Path) -> Iterator[str]:
     yield "loading its base in stock Transformers"
     stock = load_base(base, **STOCK)
     yield "loading its adapter in stock PEFT"
-    tuned = load_adapter(stock, folder / "adapter")
+    tuned = load_adapter(stock, Adapter(folder / "adapter"))
     yield "its evaluation"
     columns = torch.arange(1, IDS.numel(), 3)
     with torch.no_grad():

@@ -9,13 +9,13 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
+from workflow.lib.checkpoints.adapter import Adapter
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.decoder_layers import decoder_layers
 from workflow.lib.distributed.fsdp import shard_
@@ -124,11 +124,11 @@ def build_training_model(
     plan: StepPlan,
     world: World,
     *,
-    start: Path | None = None,
+    start: Adapter | None = None,
     moved: Callable[[], None] = lambda: None,
 ) -> TrainingModel:
     """Build the run's model on this process. Collective. base: in NF4; plan: of
-    `preflight.json`, for this device; start: folder of a continued adapter; moved: called after
+    `preflight.json`, for this device; start: a continued adapter; moved: called after
     every tensor that was read. Raises `UserError` if the base does not fit its config, the targets
     or the adapter."""
     _limit_memory(plan, world.device)

@@ -7,14 +7,11 @@ import logging
 import re
 from collections.abc import Collection, Mapping
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import nn
 
-from workflow.lib.checkpoints.files.adapter_config import read_adapter_config
-from workflow.lib.checkpoints.files.expert_adapters import stacked
-from workflow.lib.checkpoints.files.model_files import ADAPTER_WEIGHTS
+from workflow.lib.checkpoints.adapter import Adapter
 from workflow.lib.checkpoints.files.stack_names import PREFIX, StackNames
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.model.experts.expert_matmul import FusedLoraStack
@@ -36,13 +33,13 @@ OWN_NAME = re.compile(r"\.(lora_A|lora_B|lora_magnitude_vector|modules_to_save)\
 
 @torch.no_grad()
 def load_start_(
-    training: nn.Module, folder: Path, config: RunConfig, *, base: CheckpointReader
+    training: nn.Module, start: Adapter, config: RunConfig, *, base: CheckpointReader
 ) -> None:
-    """Fill this process's slices of all trained tensors from the adapter in `folder`. base: the
-    NF4 base. Raises `UserError` naming the tensors that do not fit."""
+    """Fill this process's slices of all trained tensors from an adapter. Raises `UserError` naming
+    the tensors that do not fit."""
     error = partial(setting_error, "train.start_from", config.train.start_from)
     params = _params_by_peft_name(training)
-    with _AdapterReader(folder) as reader:
+    with start.reader() as reader:
         stored: dict[str, str] = {}
         for name in reader.names():
             if (plain := plain_name(name)) in stored:
@@ -61,78 +58,24 @@ def load_start_(
             if not rows.isfinite().all():
                 raise error(f"{stored[name]} is not finite", "Name another adapter")
             local(param).copy_(rows)
-    start = read_adapter_config(folder)
+    settings = start.config
     key = "trainable_token_indices"
-    if start.get(key) != (own_value := adapter_config(training.peft_model)[key]):
+    if settings.get(key) != (own_value := adapter_config(training.peft_model)[key]):
         raise error(
-            f"its {key} are {start.get(key)}, those of model.add_tokens {own_value}",
+            f"its {key} are {settings.get(key)}, those of model.add_tokens {own_value}",
             "Set model.add_tokens to what it was trained with",
         )
     logger.info(
         "starts from the adapter in %s (%d tensors), which gives rank, alpha and targets; trained "
         "before on %s with dropout %s, now on %s with %s",
         *(
-            folder,
+            start.folder,
             len(stored),
-            start.get("base_model_name_or_path"),
-            start.get("lora_dropout", 0.0),
+            settings.get("base_model_name_or_path"),
+            settings.get("lora_dropout", 0.0),
         ),
         *(config.model.source, config.lora.dropout),
     )
-
-
-class _AdapterReader(CheckpointReader):
-    """An adapter's file, whose experts may be stored one by one (`expert_adapters`)."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, single=ADAPTER_WEIGHTS)
-        stacks = stacked(super().names())
-        names = StackNames(path.removeprefix(PREFIX) for path in stacks)
-        self._stacks = {
-            names.exported(f"{PREFIX}{path.removeprefix(PREFIX)}.lora_{part}.weight"): (
-                part,
-                experts,
-            )
-            for path, experts in stacks.items()
-            for part in "AB"
-        }
-        self._inside = {
-            f"{path}.lora_{part}.weight"
-            for part, experts in self._stacks.values()
-            for paths in experts
-            for path in paths
-        }
-
-    def names(self) -> list[str]:
-        return [*(n for n in super().names() if n not in self._inside), *self._stacks]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.tensor(name).shape) if name in self._stacks else super().shape(name)
-
-    def dtype(self, name: str) -> str:
-        if name not in self._stacks:
-            return super().dtype(name)
-        part, experts = self._stacks[name]
-        return super().dtype(f"{experts[0][0]}.lora_{part}.weight")
-
-    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        if name not in self._stacks:
-            return super().rows(name, start, stop)
-        return self.tensor(name)[start : max(start, stop)]
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """Return A (experts * rank, in), or B (out, rank * experts)."""
-        if name not in self._stacks:
-            return super().tensor(name)
-        part, experts = self._stacks[name]
-        values = [
-            [super(_AdapterReader, self).tensor(f"{path}.lora_{part}.weight") for path in paths]
-            for paths in experts
-        ]
-        if part == "A":
-            return torch.cat([row for rows in values for row in rows])
-        blocks = [torch.block_diag(*parts) for parts in values]
-        return torch.stack(blocks, dim=-1).flatten(1)
 
 
 def plain_name(name: str) -> str:
