@@ -33,7 +33,7 @@ from workflow.lib.settings.config import (
     ModelConfig,
     PreferencesConfig,
 )
-from workflow.lib.settings.forms import FOLDERS, SUBJECTS
+from workflow.lib.settings.forms import CONVERTED, FOLDERS, SUBJECTS
 from workflow.lib.system.checksums import listed_files
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import write_checksums
@@ -314,7 +314,7 @@ def test_base_is_not_measured_again_for_another_adapter(
     for name in ("base", "base-original"):
         shutil.copytree(folder / name, tmp_path / name)
     tiny_adapter(load(folder), tmp_path / "adapter", rank=2)
-    for name in ("merged", "start", "tokens"):
+    for name in ("merged", "start", "tokens", *CONVERTED):
         shutil.copytree(folder / name, tmp_path / name)
     write_checksums(tmp_path / "adapter")
     *_, new = Evaluator(tmp_path, folder / "archive", tokenizer)(
@@ -333,7 +333,7 @@ def test_one_document_is_too_few_for_an_interval(folder, tokenizer):
 
 def test_broken_weights_are_named_as_such(folder, tokenizer, tmp_path):
     broken = tmp_path / "broken"
-    for name in ("base", "base-original", "tokens", "merged", "start", "adapter"):
+    for name in ("base", "base-original", "tokens", "merged", "start", "adapter", *CONVERTED):
         shutil.copytree(folder / name, broken / name)
     tensors = load_file(broken / "adapter" / "adapter_model.safetensors")
     name = min(n for n in tensors if "layers.1.mlp.down_proj.lora_B" in n)

@@ -24,6 +24,7 @@ OTHERS_FORMATS = {
     "write_json": {
         "benchmark/random_base.py",
         "lib/export/adapter_files.py",
+        "lib/export/conversions.py",
         "lib/export/extended_model.py",
         "lib/export/gguf_files.py",
         "lib/export/narrow_model.py",

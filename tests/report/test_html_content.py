@@ -196,8 +196,8 @@ def test_every_form_of_the_model_is_shown_beside_the_original(tmp_path):
     assert "Merged: one model with the adapter in its weights, in 16 bits." in text
 
 
-def with_gguf(root, *, gguf):
-    runs = read(root, "demo", gguf=gguf)
+def with_gguf(root, *, exports):
+    runs = read(root, "demo", exports=exports)
     return Page(render_page(runs, report=ReportConfig(), settings={"demo": {}}))
 
 
@@ -205,11 +205,11 @@ def test_numbers_of_every_gguf_file_are_shown(tmp_path):
     run = write_run(tmp_path, "demo", num_steps=3)
     add_gguf(run)
     edit(run / "convert_gguf" / "gguf.json", lambda d: d["files"][0].update(loss=1.53125))
-    shown = with_gguf(tmp_path, gguf=True)
+    shown = with_gguf(tmp_path, exports=("gguf",))
     assert {1.53125, 0.03125, 1.5625, 0.0625, 96, 3 * 2**20, 4 * 2**20} <= shown.numbers
     assert "demo-adapter.gguf" in "".join(shown.text)
 
 
 def test_gguf_files_of_a_run_that_exports_none_any_more_are_not_shown(tmp_path):
     add_gguf(write_run(tmp_path, "demo", num_steps=3))
-    assert "demo-q4_k_m.gguf" not in "".join(with_gguf(tmp_path, gguf=False).text)
+    assert "demo-q4_k_m.gguf" not in "".join(with_gguf(tmp_path, exports=()).text)

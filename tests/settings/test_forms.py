@@ -17,6 +17,23 @@ def run_with(**sections):
         ({}, ("original", "base", "tuned"), "tuned"),
         ({"export": {"merged": True}}, ("original", "base", "tuned", "merged"), "merged"),
         (
+            {"export": {"merged": True, "w4a16": True}},
+            ("original", "base", "tuned", "merged", "w4a16"),
+            "w4a16",
+        ),
+        (
+            {
+                "export": {
+                    "merged": True,
+                    "w4a16": True,
+                    "gguf": ["q8_0"],
+                    "serve": "llama_cpp",
+                }
+            },
+            ("original", "base", "tuned", "merged", "w4a16"),
+            "merged",
+        ),
+        (
             {"evaluate": {"served": "tuned_on_original"}},
             ("original", "base", "tuned", "tuned_on_original"),
             "tuned_on_original",
@@ -34,6 +51,8 @@ def test_what_is_served_is_among_the_measured(sections, subjects, served):
     [
         ({"evaluate": {"subjects": ["base"]}}, r"evaluate\.served: tuned\) must be measured"),
         ({"evaluate": {"served": "merged"}}, r"export\.merged = false: .* none is exported"),
+        ({"export": {"w4a16": True}}, r"w4a16 = True: it is made of the merged model"),
+        ({"export": {"hub_form": "w4a16"}}, r"hub_form = w4a16: it is not exported"),
         ({"evaluate": {"subjects": ["tuned"]}}, "measured against one of original, base"),
         ({"evaluate": {"subjects": ["base", "base", "tuned"]}}, "entry 2 stands there twice"),
         ({"evaluate": {"subjects": ["orginal"]}}, "entry 1 must be 'original', 'base'"),

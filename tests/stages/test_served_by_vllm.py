@@ -18,6 +18,7 @@ from tests.support.finished import save_tokens
 from tests.support.llama_cpp_model import add_companions, prepare, prepare_mixture, random_adapter
 from tests.support.served_export import check, evaluate, stock
 from tests.support.shared import made_once
+from tests.support.tiny_export import write_formats
 from workflow.lib.artifacts.evaluation_record import Evaluation
 from workflow.lib.artifacts.layout import SERVING
 from workflow.lib.artifacts.manifest_record import ConversationFacts
@@ -37,6 +38,7 @@ from workflow.lib.evaluation.served_checks import (
     log_p_of,
 )
 from workflow.lib.evaluation.vllm_server import VllmServer, VllmStart
+from workflow.lib.settings.forms import FORMS, TRAINED
 from workflow.lib.system.errors import UserError
 
 SWEEP = {
@@ -54,15 +56,21 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture
 def exported(shared_folder):
     """A folder with an adapter of two ranks and two scales."""
-    return made_once(shared_folder / "for-vllm", prepare)
+
+    def prepare_all(folder):
+        prepare(folder)
+        write_formats(folder)
+
+    return made_once(shared_folder / "for-vllm", prepare_all)
 
 
-@pytest.mark.parametrize("form", ["tuned_on_original", "merged"])
+@pytest.mark.parametrize("form", [form for form in TRAINED if FORMS[form].vllm])
 def test_vllm_serves_what_is_exported(exported, form, tmp_path):
-    found = check(exported, form, tmp_path, **VLLM)
+    dtype = getattr(torch, FORMS[form].vllm[0])
+    found = check(exported, form, tmp_path, dtype=dtype, **VLLM)
     assert found.worst_document < found.bound
     assert found.prompts >= 2
-    if form == "merged":
+    if FORMS[form].adapter is None:
         assert found.adapter is None
     else:
         assert found.adapter.share == pytest.approx(1.0, abs=0.01)

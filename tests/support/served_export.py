@@ -8,34 +8,29 @@ from tests.support.report_examples import evaluation, parity
 from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.records import ServedCheck
 from workflow.lib.checkpoints.adapter import Adapter
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.evaluation.heldout_loss import heldout_losses
 from workflow.lib.export.parity import RELATIVE_TOLERANCE
 from workflow.lib.export.stock_models import load_adapter, load_base
+from workflow.lib.settings.forms import EXPORTS, FORMS
 from workflow.lib.system.files import write_checked_json
 from workflow.scripts.check_served import main
 
 CPU = torch.device("cpu")
 
 
-def stock(folder, form):
-    model = load_base(
-        folder / ("merged" if form == "merged" else "model"),
-        device=CPU,
-        compute_dtype=torch.float32,
-        attention="sdpa",
-    )
-    return (
-        model
-        if form in ("merged", "original")
-        else load_adapter(model, Adapter(folder / "adapter"))
-    )
+def stock(folder, form, *, dtype=torch.float32):
+    weights, *adapter = FORMS[form].parts
+    options = {"device": CPU, "compute_dtype": dtype, "attention": "sdpa"}
+    model = load_base(Checkpoint(folder / weights), **options)
+    return load_adapter(model, Adapter(folder / "adapter")) if adapter else model
 
 
-def evaluate(folder, form, output):
+def evaluate(folder, form, output, *, dtype=torch.float32):
     """Write to `output` what the evaluation of a form, and the parity of its export, would be."""
     documents = TokenStore.open(folder / "tokens").heldout_documents()
-    model = stock(folder, form)
+    model = stock(folder, form, dtype=dtype)
     losses = heldout_losses(model, documents, batch_size=4, device=CPU)
     tokens = sum(count for _, count in losses)
     ids = torch.tensor(documents[0][0].astype("int64"))[None]
@@ -58,26 +53,28 @@ def evaluate(folder, form, output):
     }
     write_checked_json(output / f"{form}.json", found)
     rms = float(model(input_ids=ids).logits.detach().square().mean().sqrt())
-    tolerance = RELATIVE_TOLERANCE[torch.float32] * rms
-    checked = parity() | {"tolerance": tolerance, "compute_dtype": "float32"}
+    name = str(dtype).removeprefix("torch.")
+    checked = parity() | {"tolerance": RELATIVE_TOLERANCE[dtype] * rms, "compute_dtype": name}
     write_checked_json(output / "parity.json", checked)
 
 
-def check(folder, form, output, **server):
+def check(folder, form, output, *, dtype=torch.float32, **server):
     """Run the stage on a form; server: `python` of vLLM, or `gguf`, the folder of its files."""
-    evaluate(folder, form, output)
+    evaluate(folder, form, output, dtype=dtype)
+    own = {form: folder / form} if form in EXPORTS else {}
     main(
         argparse.Namespace(
-            config={"evaluate": {"max_new_tokens": 6, "served": form}, "model": {}},
-            python=server.get("python"),
-            gguf=server.get("gguf"),
+            config={
+                "evaluate": {"max_new_tokens": 6, "served": form},
+                "model": {"compute_dtype": str(dtype).removeprefix("torch.")},
+            },
             model=folder / "model",
-            merged=folder / "merged" if form == "merged" else None,
             adapter=folder / "adapter",
             parity=output / "parity.json",
             evaluation=output,
             tokens=folder / "tokens",
             output=output / "served.json",
+            **({"gguf": None, "python": None} | own | server),
         )
     )
     return read_record(output / "served.json", ServedCheck)

@@ -7,6 +7,7 @@ it."""
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +22,10 @@ from transformers import (
 
 from tests.support.tiny import CHAT_TEMPLATE, VOCAB_SIZE, tiny_tokenizer
 from tests.support.token_arrays import token_arrays
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.data.tokens.token_store import ARRAYS, Document
+from workflow.lib.export.conversions import convert
+from workflow.lib.settings.forms import CONVERTED
 from workflow.lib.system.files import file_sha256, write_checked_json, write_checksums
 
 LONGEST = 41  # tokens of a document at most
@@ -83,12 +87,21 @@ def tiny_merged(base: Path, adapter: Path, folder: Path) -> None:
 
 
 def exported_run(folder: Path) -> Path:
-    """Fill `folder` with `base` and its original, `adapter`, and `merged`; return it."""
+    """Fill `folder` with `base`, its original, `adapter`, `merged` and its formats; return it."""
     tiny_adapter(tiny_base(folder / "base"), folder / "adapter")
     tiny_merged(folder / "base", folder / "adapter", folder / "merged")
     for name in ("base", "adapter", "merged"):
         write_checksums(folder / name)
+    write_formats(folder)
     return folder
+
+
+def write_formats(folder: Path) -> None:
+    """Write the other formats of the model in `folder`/merged."""
+    for form in CONVERTED:
+        (folder / form).mkdir()
+        how: Any = {"shard_bytes": 2**30, "device": torch.device("cpu")}
+        convert(form, Checkpoint(folder / "merged"), folder / form, **how)
 
 
 def random_documents(count: int, *, seed: int = 0, shortest: int = 3) -> list[Document]:

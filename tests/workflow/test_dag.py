@@ -36,6 +36,11 @@ def once(rules):
 # One of each kind: what each setting reruns is in tests/artifacts.
 EDITS: list[tuple[str, dict[str, Any], list[str]]] = [
     ("merged model", {"export": {"merged": True}}, ["consolidate_and_merged", *EVALUATION]),
+    (
+        "merged model in 4 bits",
+        {"export": {"merged": True, "w4a16": True}},
+        ["consolidate_and_merged", "convert_merged", *EVALUATION],
+    ),
     ("subjects written out", {"evaluate": {"subjects": ["tuned", "base", "original"]}}, REPORT),
     ("adapters of steps", {"export": {"steps": [3]}}, ["preflight_run", "export_step", *REPORT]),
     ("calibration", {"quantize": {"method": "calibrated"}}, ["quantize_base", *TRAINING]),

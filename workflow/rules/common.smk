@@ -42,7 +42,7 @@ from workflow.lib.settings.config import (
     ineffective_settings,
     load_config,
 )
-from workflow.lib.settings.forms import EXPORTS, FORMS, TRAINED
+from workflow.lib.settings.forms import CONVERTED, EXPORTS, FORMS, TRAINED
 from workflow.lib.settings.overrides import overridden
 from workflow.lib.settings.yaml_files import check_yaml
 from workflow.lib.system import interrupts

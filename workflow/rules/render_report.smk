@@ -4,7 +4,7 @@ def reported_settings(_):
         {
             "folder": with_prefix(str(layout.RESULTS / "runs" / name)),
             "tokens": with_prefix(layout.tokens_dir(run)),
-            "gguf": name in EXPORTING["gguf"],
+            "exports": [form for form in EXPORTS if name in EXPORTING[form]],
             "served": name in SERVED,
         }
         for name, run in RUNS.items()
@@ -21,6 +21,11 @@ rule render_report:
         parity=of_runs("consolidate", "parity.json", names=RUNS),
         evaluation=EVALUATED,
         gguf=[layout.folder_of_form(name, "gguf") for name in EXPORTING["gguf"]],
+        conversions=[
+            f"{layout.folder_of_form(name, form)}.json"
+            for form in CONVERTED
+            for name in EXPORTING[form]
+        ],
         served=of_runs("check_served", "served.json", names=SERVED),
         tokens=[manifest(RUNS[name]) for name in RUNS],
     output:

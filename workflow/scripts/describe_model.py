@@ -10,6 +10,7 @@ import argparse
 import logging
 
 from workflow.lib.checkpoints.checkpoint import Checkpoint
+from workflow.lib.export.conversions import CONVERSIONS
 from workflow.lib.export.trial import try_exports
 from workflow.lib.model.architecture.model_shape import (
     CONFIG,
@@ -18,6 +19,7 @@ from workflow.lib.model.architecture.model_shape import (
 )
 from workflow.lib.model.describe_model import describe_checkpoint
 from workflow.lib.planning.preflight.checks import CHECKS_HELP, check_models
+from workflow.lib.settings.forms import CONVERTED
 from workflow.lib.system.files import write_checked_json
 from workflow.scripts.command import add_settings, run, stage_parser
 
@@ -28,6 +30,11 @@ def main(args: argparse.Namespace) -> None:
     checkpoint = Checkpoint.open(args.model)
     shape = describe_checkpoint(checkpoint)
     try_exports(checkpoint, shape)
+    for form in CONVERTED:
+        if any(
+            run.get("export", {}).get(form) for run in (args.checks or {}).get("runs", {}).values()
+        ):
+            CONVERSIONS[form].check(checkpoint)
     config = checkpoint.config
     check_models(args.checks or {}, shape, config)
     write_checked_json(args.output, shape.document() | {CONFIG: config})

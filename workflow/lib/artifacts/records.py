@@ -174,6 +174,30 @@ class GgufChecks(Record):
     provenance: Provenance  # origin of the file
 
 
+class ReaderCheck(Record):
+    """`convert_merged/<form>.json`: two readers of a converted model on held-out documents."""
+
+    form: SubjectName  # the form
+    bytes: int  # size of its weights
+    documents: int  # documents compared
+    tokens: int  # their trained tokens
+    loss: float  # nats per token, by stock Transformers and the format's own package
+    decoded_loss: float  # the same by the evaluation, which decodes the files itself
+    worst_document: float  # largest difference of a document's loss, nats per token
+    bound: float  # largest allowed difference
+    compute_dtype: str  # type of the computation
+    provenance: Provenance  # origin of the file
+
+    @property
+    def summary(self) -> str:
+        """The results in a line."""
+        return (
+            f"loss of {self.documents} held-out documents {self.loss:.4f} nats per token in stock "
+            f"Transformers, {self.decoded_loss:.4f} in the evaluation, a document at most "
+            f"{self.worst_document:.2g} apart"
+        )
+
+
 class AdapterEffect(Record):
     """What an adapter changes, served and in PEFT: root mean squares over tokens, nats."""
 

@@ -91,6 +91,21 @@ def load_base(
     return model
 
 
+def load_stock(
+    checkpoint: Checkpoint, *, device: torch.device, compute_dtype: torch.dtype, attention: str
+) -> PreTrainedModel:
+    """Load a model as a user does: stock Transformers, packed weights by their format's package."""
+    model, _ = _from_pretrained(
+        auto_class(checkpoint.build(compute_dtype).config),
+        checkpoint.folder,
+        device_map="sequential" if device == torch.device("cuda") else {"": device},
+        dtype=compute_dtype,
+        attn_implementation=attention,
+    )
+    _cast_unquantized_(model, compute_dtype)  # decoded experts are in bf16
+    return model
+
+
 def _decoding(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, Any]:
     """Return how an original is loaded: with its configuration of the training, packed weights
     decoded as for the training (its own kernels compute otherwise)."""

@@ -10,9 +10,10 @@ from pathlib import Path
 from workflow.lib.artifacts.manifest_record import Manifest
 from workflow.lib.artifacts.preflight_record import Preflight
 from workflow.lib.artifacts.read_records import read_record, read_steps
-from workflow.lib.artifacts.records import GgufChecks, Parity, Provenance, ServedCheck
+from workflow.lib.artifacts.records import GgufChecks, Parity, Provenance, ReaderCheck, ServedCheck
 from workflow.lib.artifacts.training_record import Check, Step, Summary
 from workflow.lib.report.verdict import Measured, label, read_measured, refuse_mismatch
+from workflow.lib.settings.forms import CONVERTED, EXPORTS, FORMS
 from workflow.lib.system.checksums import damaged
 
 
@@ -37,6 +38,7 @@ class Run:
     parity: Parity
     measured: Measured
     gguf: GgufChecks | None  # none if no GGUF files were exported
+    conversions: tuple[ReaderCheck, ...] = ()  # of the merged model into other formats
     checked: ServedCheck | None = None  # by a real server; none if not requested
 
     @property
@@ -69,6 +71,9 @@ class Run:
             detail=self.preflight.reason,
         )
         checks = [before, *self.summary.checks, _parity_check(self.parity)]
+        for converted in self.conversions:  # readers that differ end the workflow
+            name = f"Stock Transformers reads {FORMS[converted.form].label} as the evaluation does"
+            checks.append(Check(name=name, passed=True, detail=converted.summary))
         if (checked := self.checked) is not None:  # a server that differs ends the workflow
             name = f"{checked.server} serves the exported model as Transformers computes it"
             checks.append(Check(name=name, passed=True, detail=checked.summary))
@@ -110,7 +115,7 @@ def _parity_check(parity: Parity) -> Check:
 class RunFolders:
     folder: str  # `results/runs/<run>`
     tokens: str
-    gguf: bool = False
+    exports: tuple[str, ...] = ()
     served: bool = False
 
 
@@ -118,7 +123,8 @@ def read_run(folders: RunFolders) -> Run:
     """Read the artifacts of a run. Raises `UserError` for a missing file, a missing or wrong field,
     and files that belong to different runs."""
     folder, tokens = Path(folders.folder), Path(folders.tokens)
-    gguf = folder / "convert_gguf" / "gguf.json"
+    exports = {form: folder / EXPORTS[form].folder for form in folders.exports}
+    converted = [exports[form].with_suffix(".json") for form in CONVERTED if form in exports]
     served = folder / "check_served" / "served.json"
     run = Run(
         name=folder.name,
@@ -129,7 +135,8 @@ def read_run(folders: RunFolders) -> Run:
         steps=read_steps(folder / "finetune" / "metrics.jsonl"),
         parity=read_record(folder / "consolidate" / "parity.json", Parity),
         measured=read_measured(folder / "evaluate_run", run=folder.name),
-        gguf=read_record(gguf, GgufChecks) if folders.gguf else None,
+        gguf=read_record(exports["gguf"] / "gguf.json", GgufChecks) if "gguf" in exports else None,
+        conversions=tuple(read_record(path, ReaderCheck) for path in converted),
         checked=read_record(served, ServedCheck) if folders.served else None,
     )
     _check_belongs(run, folder=folder, tokens_dir=tokens)

@@ -15,6 +15,7 @@ Stage = Literal[
     "finetune",
     "consolidate",
     "export_step",
+    "convert_merged",
     "check_gguf",
     "convert_gguf",
     "publish_run",

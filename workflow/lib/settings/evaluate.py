@@ -50,7 +50,11 @@ class ExportConfig(Section):
     """Also write a merged bf16 model (streamed, one shard in memory at a time)."""
     merge_onto: Literal["dequantized", "original"] = "original"
     """Weights to merge the adapter into: the original ones, or the dequantized NF4 base."""
-    shard_gib: float = Field(1.0, gt=0.0, le=64.0)
+    w4a16: Annotated[bool, PUBLISHED] = False
+    """Also write the merged model in 4 bits, for vLLM (compressed-tensors, scheme W4A16)."""
+    shard_gib: Annotated[float, Affects(stages=("consolidate", "convert_merged"))] = Field(
+        1.0, gt=0.0, le=64.0
+    )
     """Largest file of the merged model, GiB."""
     gguf: Annotated[tuple[GgufFormat, ...], OF_GGUF] = ()
     """Formats of GGUF files (llama.cpp, Ollama); each is checked in llama.cpp, which must know the
@@ -139,12 +143,12 @@ class EvaluateConfig(Section):
 
     subjects: tuple[SubjectName, ...] | Literal["auto"] = "auto"
     """Forms to measure. `auto`: the 16-bit original, the NF4 base, the adapter on it, the start
-    adapter, an exported merged model, the served model."""
+    adapter, the exported models, the served model."""
     served: Annotated[
         Served | Literal["auto"], Affects(stages=("evaluate_run", "check_served"))
     ] = "auto"
-    """The served model, for the verdict: the adapter on NF4 (`tuned`), on the original, or merged.
-    `auto`: `merged` if exported, else `tuned`."""
+    """The served model, for the verdict: the adapter on NF4 (`tuned`), on the original, or an
+    export. `auto`: the last exported of these, else `tuned`."""
     heldout: Annotated[bool, CHECKED_BEFORE] = True
     """Held-out loss and perplexity per trained token, with intervals."""
     max_documents: int | None = Field(None, ge=1)

@@ -37,7 +37,7 @@ class Form:
     mark: tuple[str, str] | None = None
     """Colour and symbol in figures; None: Transformers and PEFT do not open it."""
     export: Export | None = None
-    vllm: bool = False  # whether vLLM serves it
+    vllm: tuple[str, ...] = ()  # compute dtypes in which vLLM serves it
     gguf: Literal["merged", "adapter"] | None = None
     """Content of the GGUF files (`export.gguf_of`) by which llama.cpp serves it."""
 
@@ -52,9 +52,10 @@ class Form:
         return self.adapter == "adapter" or self.export is not None
 
     def served_by(self, server: str) -> bool:
-        return self.vllm if server == "vllm" else self.gguf is not None
+        return bool(self.vllm) if server == "vllm" else self.gguf is not None
 
 
+PLAIN_DTYPES = ("float32", "bfloat16", "float16")  # of models in 16 bits
 # In display order; each is compared with those before it.
 FORMS = {
     "original": Form(
@@ -89,7 +90,7 @@ FORMS = {
         weights="model",
         adapter="adapter",
         mark=("series-2", "square"),
-        vllm=True,
+        vllm=PLAIN_DTYPES,
         gguf="adapter",
     ),
     "merged": Form(
@@ -101,8 +102,20 @@ FORMS = {
             "consolidate/merged",
             Hub("finetune", "transformers", "the merged model: base and adapter in one, bfloat16"),
         ),
-        vllm=True,
+        vllm=PLAIN_DTYPES,
         gguf="merged",
+    ),
+    "w4a16": Form(
+        "merged in 4 bits",
+        "the merged model in 4 bits (W4A16), as vLLM serves it",
+        weights="w4a16",
+        mark=("series-5", "hexagon"),
+        export=Export(
+            "convert_merged/w4a16",
+            Hub("quantized", "transformers", "the merged model in 4 bits (compressed-tensors)"),
+            made_of="merged",
+        ),
+        vllm=("bfloat16", "float16"),
     ),
     "gguf": Form(
         "GGUF",
@@ -119,6 +132,8 @@ EXPORTS = {name: form.export for name, form in FORMS.items() if form.export is n
 # The forms that an evaluation may measure, and those that it may judge as the served one.
 SUBJECTS = tuple(name for name, form in FORMS.items() if form.mark is not None)
 TRAINED = tuple(name for name in SUBJECTS if FORMS[name].trained)
+# The other formats of the merged model that Transformers opens.
+CONVERTED = tuple(name for name in SUBJECTS if name in EXPORTS and EXPORTS[name].made_of)
 # References of gains: the first measured one.
 REFERENCES = ("original", "base")
 # The folders that hold forms, by name.

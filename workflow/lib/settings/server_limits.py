@@ -34,6 +34,7 @@ class ServedModel:
     adapted_expert: str | None  # path of a stack of experts with an adapter
     vllm_on_cpu: bool
     torchvision: bool  # whether vLLM's environment has it
+    compute_dtype: str
 
 
 class Limit(NamedTuple):
@@ -77,6 +78,13 @@ def _lacks_torchvision(_: Run, model: ServedModel | None) -> str | None:
     return model.architecture if model.multimodal else None
 
 
+def _compute_dtype(run: Run, model: ServedModel | None) -> str | None:
+    form = FORMS[run.served]
+    if model is None or model.compute_dtype in form.vllm:
+        return None
+    return f"{form.label} in {model.compute_dtype}"
+
+
 LIMITS = (
     Limit("vllm", True, "its LoRA has pairs of matrices alone", _beside_lora),
     Limit("vllm", True, f"its largest rank is {VLLM_MAX_RANK}", _rank),
@@ -94,6 +102,13 @@ LIMITS = (
         _lacks_torchvision,
         "Set export.serve to llama_cpp with export.gguf, or to none and serve on a machine with "
         "GPUs; or install a torchvision that fits into .venv-serving",
+    ),
+    Limit(
+        "vllm",
+        False,
+        "it has no kernel of this form for the compute dtype",
+        _compute_dtype,
+        "Set model.compute_dtype to bfloat16, or export.serve to none",
     ),
     Limit("gguf", True, "a GGUF adapter has pairs of matrices alone", _beside_lora),
     Limit("gguf", True, "its converter takes no adapter on experts", _adapted_expert),

@@ -32,6 +32,7 @@ class ModelConfig(Section):
             "finetune",
             "consolidate",
             "export_step",
+            "convert_merged",
             "evaluate_run",
             "check_served",
             "write_card",

