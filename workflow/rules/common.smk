@@ -422,7 +422,7 @@ onstart:
             check_place(
                 name,
                 run.hardware,
-                here=on_this_machine(),
+                in_job=on_this_machine(),
                 elsewhere=not workflow.local_exec,
             )
         if on_this_machine():
