@@ -11,6 +11,7 @@ from workflow.lib.artifacts.stage_logs import (
     BEGUN,
     ENDED,
     FailedJobs,
+    ShortJobs,
     failure_causes,
     from_the_future,
 )
@@ -121,3 +122,17 @@ def test_files_from_the_future_are_named_with_the_command_that_mends_them(tmp_pa
     _, _, command = message.partition("This mends it: ")
     subprocess.run(command, shell=True, check=True)
     assert from_the_future([rows, results]) is None
+
+
+def test_job_that_starts_is_told_without_paths_of_its_inputs_and_outputs():
+    inner = logging.Formatter("{rule_name}: {input} {output} {log} {reason}", style="{")
+    reason = "Missing output files: out/a, out/b; Updated input files: mine.jsonl"
+    reason += "; Params have changed since last execution: before: '{}' now: '{}'"
+    told = {"event": "job_info", "rule_name": "finetune", "input": ["in"], "output": ["out"]}
+    record = logging.makeLogRecord(told | {"log": "finetune.log", "reason": reason})
+    shown = ShortJobs(inner).format(record)
+    assert shown == (
+        "finetune: [] [] finetune.log Missing output files; Updated input files: mine.jsonl; "
+        "Params have changed since last execution"
+    )
+    assert record.reason == reason  # which Snakemake's own log shows

@@ -24,7 +24,12 @@ from workflow.lib.artifacts.checkpoint_folder import begin_anew
 from workflow.lib.artifacts.closing_lines import closing_lines
 from workflow.lib.artifacts.local_inputs import check_local_paths, check_prefix
 from workflow.lib.artifacts.scored_models import made_folders, scored_models
-from workflow.lib.artifacts.stage_logs import ERRORS_FROM_LOG, FailedJobs, from_the_future
+from workflow.lib.artifacts.stage_logs import (
+    ERRORS_FROM_LOG,
+    FailedJobs,
+    ShortJobs,
+    from_the_future,
+)
 from workflow.lib.artifacts.starts import with_starts
 from workflow.lib.artifacts.trained_content import check_records, trained_content
 from workflow.lib.evaluation.task_files import refuse_code
@@ -417,6 +422,7 @@ onstart:
     for handler in logger.handlers:
         if handler.name == "DefaultStreamHandler":
             handler.addFilter(FAILED_JOBS)
+            handler.setFormatter(ShortJobs(handler.formatter))
     try:
         for name, run in RUNS.items():
             check_place(
@@ -445,6 +451,10 @@ onsuccess:
             Path(with_prefix("results")), name, served=run.served, since=STARTED
         )
         print("\n".join(lines), file=sys.stderr, end="\n" if lines else "")
+        if lines:  # they stay the last ones
+            for handler in logger.handlers:
+                if handler.name == "DefaultStreamHandler":
+                    handler.setLevel("WARNING")
 
 
 onerror:

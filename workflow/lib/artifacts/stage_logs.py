@@ -23,6 +23,12 @@ BEGUN, ENDED = "the stage has begun", "the stage has ended"
 ERRORS_FROM_LOG = "STAGE_ERRORS_FROM_LOG"
 
 
+# Of a reason: lists of made files, and settings as JSON. Files that a user changed stay.
+LISTED = re.compile(
+    r"(?:(?<=Missing output files)|(?<=updated by another job)): [^;]*"
+    r"|(?<=have changed since last execution): .*",
+    re.DOTALL,
+)
 # Snakemake's messages after a cause; it stands at the end of the terminal's output.
 SAYS_LESS = ("Exiting because a job execution failed", "At least one job did not complete")
 
@@ -53,6 +59,22 @@ class FailedJobs(logging.Filter):
             print(cause, file=sys.stderr, flush=True)
         self._shown.update(new)
         return bool(new)
+
+
+class ShortJobs(logging.Formatter):
+    """Formatter of Snakemake's messages on the terminal: of a job that starts no paths of inputs
+    and outputs, and of its reason no lists of them. Snakemake's own log has all."""
+
+    def __init__(self, inner: logging.Formatter) -> None:
+        super().__init__()
+        self._inner = inner
+
+    def format(self, record: logging.LogRecord) -> str:
+        if getattr(record, "event", None) == "job_info":
+            reason = LISTED.sub("", str(record.__dict__.get("reason") or "")) or None
+            short = {"input": [], "output": [], "resources": {}, "reason": reason}
+            record = logging.makeLogRecord(record.__dict__ | short)
+        return self._inner.format(record)
 
 
 def failure_causes(folder: Path, *, since: float) -> list[str]:

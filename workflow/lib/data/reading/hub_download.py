@@ -121,8 +121,9 @@ def _licence(folder: Path) -> str | None:
     if "licence" in record:  # not in that of a local model's copy
         return licence_words(record["licence"])
     card = folder / "README.md"
-    facts = ModelCard.load(card, ignore_metadata_errors=True).data if card.is_file() else {}
-    return licence_words(facts.get("license"))
+    if not card.is_file() or not card.read_bytes().startswith(b"---"):  # no card of the hub's
+        return None
+    return licence_words(ModelCard.load(card, ignore_metadata_errors=True).data.get("license"))
 
 
 def check_paths(source: Source, paths: Iterable[str]) -> None:
