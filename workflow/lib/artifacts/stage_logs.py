@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from workflow.lib.system.errors import PeerLostError
 
@@ -72,7 +73,7 @@ class ShortJobs(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         if getattr(record, "event", None) == "job_info":
             reason = LISTED.sub("", str(record.__dict__.get("reason") or "")) or None
-            short = {"input": [], "output": [], "resources": {}, "reason": reason}
+            short: dict[str, Any] = {"input": [], "output": [], "resources": {}, "reason": reason}
             record = logging.makeLogRecord(record.__dict__ | short)
         return self._inner.format(record)
 
