@@ -34,7 +34,9 @@ def pairs_store(*, examples="pairs", good=None):
     if good is not None:
         tokens = np.repeat(np.repeat(good, 2), LENGTH)
         arrays |= dict(zip(DESIRABLE, [row, tokens], strict=True))
-    return TokenStore(manifest={"examples": examples}, arrays=arrays)
+    sources = [{"source": "a", "documents": 2}, {"source": "b", "documents": 4}]
+    manifest = {"examples": examples, "splits": {"heldout": {"sources": sources}}}
+    return TokenStore(manifest=manifest, arrays=arrays)
 
 
 def reference_scores():
@@ -88,9 +90,11 @@ def test_objectives_loss_is_of_an_example_and_paired_with_the_references():
     assert after == [(pytest.approx(loss), 1) for loss in own]
     before = asked.example_losses(asked.reference_losses(LOSSES))
     assert before == [(pytest.approx(math.log(2)), 1)] * 3
-    found = objective_record(before, after, of="pairs", against="reference")
+    found = objective_record(before, after, of="pairs", against="reference", sources=asked.sources)
     assert found.loss == pytest.approx(sum(own) / 3)
     assert found.loss_difference == pytest.approx(math.log(2) - sum(own) / 3)
+    assert found.per_example == after
+    assert found.sources["b"].loss_difference == pytest.approx(math.log(2) - sum(own[1:]) / 2)
 
 
 def test_objectives_loss_of_rated_answers_has_the_reference_point_of_all():

@@ -9,7 +9,7 @@ import pytest
 from tests.report.test_model_card import read as read_card
 from tests.support.report_examples import add_preferences, edit, write_run
 from tests.support.report_pages import Page, read, rendered
-from workflow.lib.report.comparison import best_run, comparison_csv
+from workflow.lib.report.comparison import behind_best, best_run, comparison_csv
 from workflow.lib.report.html_page import both_fell, reward_figures
 from workflow.lib.report.model_card import model_card
 from workflow.lib.system.artifact_files import read_lines, write_lines
@@ -105,12 +105,29 @@ def test_csv_has_rewards_of_runs_that_have_them(tmp_path, run):
     assert "tuned_reward_accuracy" not in comparison_csv(read(tmp_path, "plain"))
 
 
-def test_best_run_of_preferences_is_right_most_often(tmp_path):
-    for name, accuracy, loss in (("often", 0.75, 2.0), ("seldom", 0.6875, 1.0)):
+@pytest.mark.parametrize(
+    ("beta", "best", "behind", "measure"),
+    [
+        (0.25, "low", 0.125, "loss by the objective"),
+        (0.5, "often", 4 / 61, "share of right rewards"),
+    ],
+)
+def test_runs_of_one_objective_are_compared_by_its_loss(tmp_path, beta, best, behind, measure):
+    """Of two betas the losses are other numbers: there the share of right rewards counts."""
+    for name, accuracy, loss in (("often", 0.75, 0.625), ("low", 0.6875, 0.5)):
         folder = write_run(tmp_path, name, num_steps=13)
         add_preferences(folder, accuracy=accuracy)
-        edit(folder / "evaluate_run" / "tuned.json", lambda d, x=loss: d["heldout"].update(loss=x))
-    assert best_run(read(tmp_path, "seldom", "often")).name == "often"
+        own = {"loss": loss, "per_example": [[loss, 1.0]] * 61}
+        edit(folder / "evaluate_run" / "tuned.json", lambda d, x=own: d["objective"].update(x))
+    edit(
+        folder / "finetune" / "summary.json",
+        lambda d: d["settings"]["preferences"].update(beta=beta),
+    )
+    runs = read(tmp_path, "low", "often")
+    assert best_run(runs).name == best
+    (distance,) = behind_best(runs).values()
+    assert distance.value == pytest.approx(behind)
+    assert f"Behind the best: {measure}, paired" in rendered(tmp_path, "low", "often")
 
 
 def test_card_says_objective_reference_and_accuracy(run):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.support.forked_stage import forked_stage
-from tests.support.report_examples import evaluation, items, rewards
+from tests.support.report_examples import evaluation, items, objective_loss, rewards
 from tests.support.workflow_project import Finished, Project, executed, make_project
 from workflow.lib.artifacts.evaluation_record import ITEMS, Evaluation
 from workflow.lib.report.verdict import Measured, refuse_unmet, verdicts
@@ -63,6 +63,20 @@ def test_gain_or_the_lower_end_of_its_interval_must_reach_the_requirement(name, 
 
     (verdict,) = judged({name: least}, by=by, change=change)
     assert verdict.met is met
+
+
+def test_required_loss_is_the_objectives_own_as_in_the_verdict():
+    """Its gain is 0.25 [0.1875, 0.3125] over the reference; -log p of the answers gained 1.475."""
+
+    def change(content):
+        own = objective_loss(0.25, against="reference")
+        content["objective"] = own | {"sources": {"qa": own | {"loss_difference": 0.125}}}
+
+    whole, source = judged(
+        {"heldout_loss": 0.26, "heldout_loss/qa": 0.1}, change=change, by="estimate"
+    )
+    assert (whole.gain, whole.reference, whole.met) == (0.25, "reference", False)
+    assert (source.gain, source.met) == (0.125, True)
 
 
 @pytest.mark.parametrize(("margin", "met"), [(0.03, True), (0.01, False)])

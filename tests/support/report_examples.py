@@ -451,6 +451,7 @@ def objective_loss(gain: float, *, against: str) -> dict[str, Any]:
         "loss_difference_ci95": [gain - 0.0625, gain + 0.0625],
         "p_value": 0.5,
         "documents": 61,
+        "per_example": [[0.625, 1.0]] * 61,
     }
 
 

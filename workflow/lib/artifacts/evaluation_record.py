@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from pydantic import Field
+
 from workflow.lib.artifacts.records import Interval, Provenance, Record
 from workflow.lib.settings.forms import FORMS, REFERENCES, SubjectName
 from workflow.lib.system.number_formats import signed
@@ -91,7 +93,11 @@ class LossDifference(Record):
     documents: int  # documents compared
 
 
-class ObjectiveLoss(LossDifference):
+class TextDifference(LossDifference):
+    sources: dict[str, LossDifference]  # loss differences by source
+
+
+class ObjectiveLoss(TextDifference):
     """Loss of an example by the run's objective, as training measures it on held-out data;
     differences: `against` - subject."""
 
@@ -101,6 +107,10 @@ class ObjectiveLoss(LossDifference):
     teacher's student the NF4 base, as the original may be the teacher."""
     loss: float  # mean loss of an example, of documents that of a trained token
     loss_ci95: Interval | None  # 95% interval over examples
+    sources: dict[str, LossDifference] = Field(default={})  # loss differences by source
+    per_example: list[tuple[float, float]] = Field(
+        default=[]
+    )  # summed loss and size of each example
 
 
 class RewardDifference(Record):
@@ -133,10 +143,6 @@ class Rewards(Record):
     chosen_log_ratio_ci95: Interval | None = None  # as of the margin
     rejected_log_ratio: float | None = None  # the same of rejected (bad) answers
     rejected_log_ratio_ci95: Interval | None = None  # as of the margin
-
-
-class TextDifference(LossDifference):
-    sources: dict[str, LossDifference]  # loss differences by source
 
 
 class Comparison(TextDifference):
@@ -314,9 +320,9 @@ class GainVerdict(Record):
     """`heldout_loss`, `other_text_loss`, `reward_accuracy`, `reward_margin`, or task/metric."""
     least: float  # the required gain; of rewards the value
     subject: SubjectName  # the served model
-    reference: SubjectName | None
-    """The compared model: the original, or the NF4 base if that was not measured; null for
-    rewards."""
+    reference: str | None
+    """The compared model, by its name for people: the original, or the NF4 base if that was not
+    measured, or of an objective's own loss that of `ObjectiveLoss`; null for rewards."""
     gain: float  # the gain over the reference, positive is better; of rewards the value
     gain_ci95: Interval | None  # its 95% interval; null if there is none
     judged_by: Literal["estimate", "interval"]

@@ -37,6 +37,7 @@ from workflow.lib.evaluation.task_scores import (
     difference_fields,
     loss_fields,
     task_differences,
+    text_difference_fields,
 )
 from workflow.lib.settings.forms import FORMS, REFERENCES, SUBJECTS, SubjectName
 from workflow.lib.system.redaction import public_name, redacted
@@ -147,7 +148,9 @@ def _rewards(
     against, before = next((item for item in others.items() if item[1]), ("itself", losses))
     assert before is not None
     examples = map(preferences.example_losses, (before, losses))
-    record = objective_record(*examples, of=preferences.examples, against=against)
+    record = objective_record(
+        *examples, of=preferences.examples, against=against, sources=preferences.sources
+    )
     if name == preferences.measured_reference:
         return {"objective": record}  # its rewards are 0
     return {"objective": record, "rewards": rewards_record(preferences, losses)}
@@ -166,8 +169,14 @@ def _student(
         objective.example_losses(questions.losses_of, x.losses, x.objective)
         for x in (measured[reference], measured[name])
     )
-    against = FORMS[reference].label
-    return {"objective": objective_record(before, after, of="documents", against=against)}
+    record = objective_record(
+        before,
+        after,
+        of="documents",
+        against=FORMS[reference].label,
+        sources=questions.sources,
+    )
+    return {"objective": record}
 
 
 def _reward_difference(
@@ -294,24 +303,20 @@ def compare(before: Measurement, after: Measurement, questions: Questions) -> Co
         _text_difference(*(losses(measured, questions) for measured in (before, after)))
         for losses in (_per_document, _other_texts)
     )
-    optional: dict[str, Any] = {"other_texts": texts} if texts.documents else {}
+    optional = {"other_texts": TextDifference(**texts)} if texts["documents"] else {}
     return Comparison(
-        **heldout.model_dump(),
+        **heldout,
         tasks=task_differences(before.tasks, after.tasks),
-        **optional,
+        **dict[str, Any](optional),
         **_reward_difference(before, after, questions),
     )
 
 
 def _text_difference(
     before: Sequence[DocumentLoss], after: Sequence[DocumentLoss]
-) -> TextDifference:
+) -> dict[str, Any]:
     pairs = [(old.loss, new.loss) for old, new in zip(before, after, strict=True)]
-    by_name = by_source(pairs, [each.source for each in before])
-    return TextDifference(
-        **difference_fields(pairs),
-        sources={name: LossDifference(**difference_fields(own)) for name, own in by_name.items()},
-    )
+    return text_difference_fields(pairs, [each.source for each in before])
 
 
 def summary_lines(results: Mapping[SubjectName, Evaluation]) -> list[str]:

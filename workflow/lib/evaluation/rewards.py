@@ -23,7 +23,7 @@ from workflow.lib.evaluation.intervals import (
     positive_ratio,
     signed_ratio,
 )
-from workflow.lib.evaluation.task_scores import Loss, difference_fields
+from workflow.lib.evaluation.task_scores import Loss, text_difference_fields
 from workflow.lib.objectives import pairs
 from workflow.lib.objectives.kto import RatedAnswers, reference_point
 from workflow.lib.objectives.objective import DocumentSums
@@ -40,6 +40,7 @@ class Preferences:
     """The held-out examples of two documents with measured rewards, and the reward's formula."""
 
     firsts: list[int]  # the first document of each
+    sources: list[str]  # the name of each one's source
     desirable: list[bool] | None  # of rated answers: whether each is good; None of pairs
     objective: pairs.Pairs | RatedAnswers
     reference: Mapping[int, float] | None
@@ -70,7 +71,9 @@ class Preferences:
             both = [number + place for number in firsts for place in (0, 1)]
             reference = {n: float(scores.heldout(n).log_probs.sum(dtype=float)) for n in both}
         desirable = None if good is None else [bool(good[n]) for n in firsts]
-        return cls(firsts, desirable, objective, reference, measured_reference)
+        every = store.heldout_sources()
+        sources = [every[number] for number in firsts]
+        return cls(firsts, sources, desirable, objective, reference, measured_reference)
 
     def with_reference(self, losses: Losses) -> "Preferences":
         """Return the same with the losses of the subject that is the reference."""
@@ -174,12 +177,19 @@ def rewards_record(preferences: Preferences, losses: Losses) -> Rewards:
 
 
 def objective_record(
-    before: Sequence[Loss], after: Sequence[Loss], *, of: str, against: str
+    before: Sequence[Loss], after: Sequence[Loss], *, of: str, against: str, sources: Sequence[str]
 ) -> ObjectiveLoss:
-    """Return the objective's loss of a subject's examples, and its difference to that of others."""
+    """Return the objective's loss of a subject's examples, and its difference to that of others.
+    sources: of each example."""
     own = positive_ratio(*zip(*after, strict=True))
-    paired = difference_fields(list(zip(before, after, strict=True)))
-    return ObjectiveLoss(of=of, against=against, loss=own.value, loss_ci95=own.ci95, **paired)
+    return ObjectiveLoss(
+        of=of,
+        against=against,
+        loss=own.value,
+        loss_ci95=own.ci95,
+        per_example=list(after),
+        **text_difference_fields(list(zip(before, after, strict=True)), sources),
+    )
 
 
 def rewards_difference(preferences: Preferences, before: Losses, after: Losses) -> RewardDifference:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from workflow.lib.artifacts.evaluation_record import MetricDifference, Task
+from workflow.lib.artifacts.evaluation_record import LossDifference, MetricDifference, Task
 from workflow.lib.evaluation.intervals import mean_gain, positive_ratio, signed_ratio
 
 T = TypeVar("T")
@@ -118,3 +118,14 @@ def difference_fields(pairs: Sequence[tuple[Loss, Loss]]) -> dict[str, Any]:
         estimate, mean = signed_ratio(gains, tokens), sum(gains) / sum(tokens)
         fields = dict(zip(fields, (mean, estimate.ci95, estimate.p_value), strict=True))
     return fields | {"documents": len(pairs)}
+
+
+def text_difference_fields(
+    pairs: Sequence[tuple[Loss, Loss]], sources: Sequence[str]
+) -> dict[str, Any]:
+    """Return the fields of `TextDifference`; sources: of each pair."""
+    by_name = {
+        name: LossDifference(**difference_fields(own))
+        for name, own in by_source(pairs, sources).items()
+    }
+    return difference_fields(pairs) | {"sources": by_name}

@@ -11,7 +11,7 @@ from typing import Any
 from workflow.lib.artifacts.evaluation_record import Evaluation, TextLoss
 from workflow.lib.artifacts.records import Interval
 from workflow.lib.evaluation.intervals import Estimate, signed_ratio
-from workflow.lib.report.run_results import Run
+from workflow.lib.report.run_results import Run, objective_words
 from workflow.lib.settings.forms import SubjectName
 
 Value = str | int | float | bool | None
@@ -180,17 +180,53 @@ def comparable(runs: list[Run]) -> bool:
     return len({(each.heldout_input_ids, each.heldout_weights) for each in files}) == 1
 
 
-def best_run(runs: list[Run]) -> Run | None:
-    """Return the run with the largest share of right rewards, or without rewards that with the
-    lowest held-out loss; None for one run, or other documents."""
-    served = [(run.measured.served, run) for run in runs]
-    losses = [(evaluation.heldout.loss, run) for evaluation, run in served if evaluation.heldout]
-    reward_errors = [
-        (-evaluation.rewards.accuracy, run) for evaluation, run in served if evaluation.rewards
-    ]
-    if len(losses) < 2 or not comparable(runs):
+@dataclass(frozen=True)
+class Ranking:
+    """The measure that compares runs, in words, and each run's value, lowest first: with the
+    summed loss and the size of each unit."""
+
+    measure: str
+    runs: list[tuple[float, Run, list[tuple[float, float]]]]
+
+
+def ranking(runs: list[Run]) -> Ranking | None:
+    """Return the order of the runs that have the measure; None for one run, or other documents.
+
+    It is the loss of an example by the objective, as in the verdict, if all runs share objective,
+    settings and start; a loss by another beta or teacher is another number. Then preferences are
+    compared by the share of wrong rewards, other runs by the held-out loss."""
+    if not comparable(runs):
         return None
-    return min(reward_errors or losses, key=lambda pair: pair[0])[1]
+    measured = [(run, run.measured.served) for run in runs]
+    shared = (
+        len({repr((objective_words(r.summary.settings), r.summary.lineage)) for r in runs}) == 1
+    )
+    measures = {
+        "loss by the objective": [
+            (own.loss, run, own.per_example)
+            for run, served in measured
+            if shared and (own := served.objective) is not None and own.per_example
+        ],
+        "share of right rewards": [
+            (-rewards.accuracy, run, [(float(margin <= 0), 1.0) for margin in rewards.margins])
+            for run, served in measured
+            if (rewards := served.rewards) is not None
+        ],
+        "held-out loss": [
+            (heldout.loss, run, [document.loss for document in heldout.per_document])
+            for run, served in measured
+            if (heldout := served.heldout) is not None
+        ],
+    }
+    for measure, values in measures.items():
+        if len(values) > 1:
+            return Ranking(measure, sorted(values, key=lambda entry: entry[0]))
+    return None
+
+
+def best_run(runs: list[Run]) -> Run | None:
+    ranked = ranking(runs)
+    return None if ranked is None else ranked.runs[0][1]
 
 
 def pairs_of(runs: list[Run]) -> int:
@@ -202,36 +238,24 @@ def behind_best(runs: list[Run]) -> dict[str, Estimate]:
     """Return by run its distance to the best one, paired: loss - the best's, or the best's share of
     right rewards - its own. The same documents chose the best, so intervals and p-values are
     corrected for all pairs of runs. Without runs of other documents."""
-    if (best := best_run(runs)) is None:
+    if (ranked := ranking(runs)) is None:
         return {}
+    (_, best, best_units), *others = ranked.runs
     return {
-        run.name: signed_ratio(gains, weights, comparisons=pairs_of(runs))
-        for run in runs
-        if run is not best and (paired := _paired(run.measured.served, best.measured.served))
-        for gains, weights in [paired]
+        run.name: signed_ratio(
+            [one - two for (one, _), (two, _) in zip(units, best_units, strict=True)],
+            [size for _, size in units],
+            comparisons=pairs_of(runs),
+        )
+        for _, run, units in others
+        if _documents(run) == _documents(best)
+        and [s for _, s in units] == [s for _, s in best_units]
     }
 
 
-def _paired(evaluated: Evaluation, best: Evaluation) -> tuple[list[float], list[float]] | None:
-    """Return by unit the distance to the best and the weight; None for other documents."""
-    losses, best_losses = (
-        evaluation.heldout.per_document if evaluation.heldout else []
-        for evaluation in (evaluated, best)
-    )
-    loss_pairs = list(zip(losses, best_losses, strict=False))
-    are_paired = all(
-        (one.document, one.tokens) == (two.document, two.tokens) for one, two in loss_pairs
-    )
-    if not losses or len(losses) != len(best_losses) or not are_paired:
-        return None
-    if best.rewards is None:
-        gains = [one.loss[0] - two.loss[0] for one, two in loss_pairs]
-        return gains, [one.loss[1] for one, _ in loss_pairs]
-    if evaluated.rewards is None or len(evaluated.rewards.margins) != len(best.rewards.margins):
-        return None
-    margins = zip(evaluated.rewards.margins, best.rewards.margins, strict=True)
-    gains = [float(two > 0) - float(one > 0) for one, two in margins]
-    return gains, [1.0] * len(gains)
+def _documents(run: Run) -> list[tuple[int, int]]:
+    heldout = run.measured.served.heldout
+    return [(x.document, x.tokens) for x in heldout.per_document] if heldout else []
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Value]:

@@ -16,11 +16,11 @@ from markupsafe import Markup
 
 from workflow.lib.artifacts.manifest_record import Manifest
 from workflow.lib.artifacts.records import GgufChecks, Parity, Quantization, ServedCheck
-from workflow.lib.artifacts.training_record import Summary, TrainedSettings
+from workflow.lib.artifacts.training_record import Summary
 from workflow.lib.report.html_page import NUMBERS, templates
+from workflow.lib.report.run_results import objective_words
 from workflow.lib.report.verdict import Measured, label
 from workflow.lib.settings.forms import FORMS, TRAINED
-from workflow.lib.settings.objectives import needs_of
 from workflow.lib.system.number_formats import probability, visible
 from workflow.lib.system.redaction import public_name
 
@@ -78,7 +78,7 @@ def model_card(inputs: CardInputs) -> str:
         "not_evaluated": [FORMS[n].label for n in TRAINED if n not in inputs.measured.subjects],
         "dtype": inputs.parity.compute_dtype,
         "arguments": ", ".join(f"{name} = {value!r}" for name, value in arguments.items()),
-        "objective": _objective(inputs.summary.settings),
+        "objective": objective_words(inputs.summary.settings),
     }
     return _environment().get_template("card.md.j2").render(variables)
 
@@ -114,16 +114,6 @@ def _eval_results(inputs: CardInputs) -> list[EvalResult]:
         for task, result in inputs.measured.served.tasks.items()
         for metric, score in result.metrics.items()
     ]
-
-
-def _objective(settings: TrainedSettings) -> list[str]:
-    """Return the objective and its settings; empty for supervised training."""
-    name = settings.train.get("objective", "sft")
-    if name == "sft":
-        return []
-    pairs = [setting.split(".") for setting in needs_of(name).settings]
-    values = {key: getattr(settings, section).get(key) for section, key in pairs}
-    return [name, *(f"{key} {value}" for key, value in values.items() if value is not None)]
 
 
 def text(value: object) -> Markup:

@@ -11,9 +11,10 @@ from workflow.lib.artifacts.manifest_record import Manifest
 from workflow.lib.artifacts.preflight_record import Preflight
 from workflow.lib.artifacts.read_records import read_record, read_steps
 from workflow.lib.artifacts.records import GgufChecks, Parity, Provenance, ReaderCheck, ServedCheck
-from workflow.lib.artifacts.training_record import Check, Step, Summary
+from workflow.lib.artifacts.training_record import Check, Step, Summary, TrainedSettings
 from workflow.lib.report.verdict import Measured, label, read_measured, refuse_mismatch
 from workflow.lib.settings.forms import CONVERTED, EXPORTS, FORMS
+from workflow.lib.settings.objectives import needs_of
 from workflow.lib.system.checksums import damaged
 
 
@@ -155,3 +156,13 @@ def _check_belongs(run: Run, *, folder: Path, tokens_dir: Path) -> None:
     if len(run.steps) != run.summary.logged_steps:
         finding = f"has {len(run.steps)} lines, and {run.summary.logged_steps} were written"
         raise damaged(metrics.parent, metrics.name, finding)
+
+
+def objective_words(settings: TrainedSettings) -> list[str]:
+    """Return the objective and its settings; empty for supervised training."""
+    name = settings.train.get("objective", "sft")
+    if name == "sft":
+        return []
+    pairs = [setting.split(".") for setting in needs_of(name).settings]
+    values = {key: getattr(settings, section).get(key) for section, key in pairs}
+    return [name, *(f"{key} {value}" for key, value in values.items() if value is not None)]

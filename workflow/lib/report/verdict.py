@@ -103,18 +103,20 @@ class Measured:
 
     @property
     def outcome(self) -> Outcome:
-        """The interval's verdict on the loss of an example by the run's objective: its own, or the
-        held-out loss."""
-        objective = self.served.objective
-        if objective is None:
-            return self.loss_outcome
-        return _outcome(objective.loss_difference_ci95, self.units)
+        """The interval's verdict on the decisive difference."""
+        return _outcome(self.decisive.loss_difference_ci95, self.units)
+
+    @property
+    def decisive(self) -> TextDifference:
+        """The gain that verdict, required `heldout_loss` and the comparison of runs are about: of
+        an example's loss by the run's objective (as `train.select` and early stopping), which is
+        its own or the held-out loss."""
+        return self.served.objective or self.comparison
 
     @property
     def units(self) -> int:
         """The documents or examples that decide the outcome."""
-        objective = self.served.objective
-        return self.comparison.documents if objective is None else objective.documents
+        return self.decisive.documents
 
     @property
     def loss_outcome(self) -> Outcome:
@@ -263,20 +265,21 @@ def verdicts(
 
 
 def _verdict(name: str, least: float, measured: Measured, *, by: RequireBy) -> GainVerdict:
-    reference: Evaluation | None
+    reference: str | None
     if is_loss(name):
-        reference, compared = measured.reference, measured.comparison
-        gain, ci95 = _loss_gain(compared, name.partition("/")[2])
+        objective = measured.served.objective
+        reference = label(measured.reference) if objective is None else objective.against
+        gain, ci95 = _loss_gain(measured.decisive, name.partition("/")[2])
     elif name == OTHER_TEXT_LOSS:
         forgot = measured.forgetting
         assert forgot is not None, "the settings require it to be measured"
-        reference = measured.subjects[forgot.reference]
+        reference = FORMS[forgot.reference].label
         gain, ci95 = _loss_gain(forgot.difference, "")
     elif name in REWARDS:
         reference, (gain, ci95) = None, _reward(name, measured.served)
     else:
-        reference = measured.task_reference
-        gain, ci95 = _metric_gain(name, measured.served, reference)
+        reference = label(measured.task_reference)
+        gain, ci95 = _metric_gain(name, measured.served, measured.task_reference)
     if by == "interval" and ci95 is None:
         raise setting_error(
             "evaluate.require_by",
@@ -289,7 +292,7 @@ def _verdict(name: str, least: float, measured: Measured, *, by: RequireBy) -> G
         requirement=name,
         least=least,
         subject=measured.served.subject,
-        reference=None if reference is None else reference.subject,
+        reference=reference,
         gain=gain,
         gain_ci95=ci95,
         judged_by=by,
@@ -366,4 +369,4 @@ def _spelled(verdict: GainVerdict) -> str:
     if verdict.judged_by == "interval" and verdict.gain_ci95 is not None:
         low, high = verdict.gain_ci95
         amount += f" (95% interval {low:+.4g} to {high:+.4g}, whose lower end counts)"
-    return amount + (f" over the {FORMS[verdict.reference].label}" if verdict.reference else "")
+    return amount + (f" over the {verdict.reference}" if verdict.reference else "")

@@ -192,7 +192,7 @@ class EvaluateConfig(Section):
     require: Annotated[dict[str, float], Affects(stages=("preflight_run", "require_gain"))] = Field(
         {}
     )
-    """Least gain of the served model over the original: `heldout_loss` (nats per token),
+    """Least gain of the served model over the original: `heldout_loss` (by the objective),
     `heldout_loss/<source>`, `other_text_loss` or `task/metric`; -0.02 allows a loss of 0.02. For
     preferences the least `reward_accuracy` or `reward_margin` itself. If it is missed, the workflow
     fails."""
