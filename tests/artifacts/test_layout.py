@@ -182,6 +182,7 @@ FOLLOWS = {
     ("train", "start_from"): {"evaluate_run"},
     ("preferences", "reference"): {"evaluate_run"},
     ("export", "merged"): {"evaluate_run", "check_served"},
+    ("export", "w4a16"): {"evaluate_run", "check_served"},
     ("export", "serve"): {"evaluate_run", "check_served"},
 }
 

@@ -97,9 +97,9 @@ def _start_kind(request: Request) -> tuple[str | None, int, float | None, object
 def work(args: argparse.Namespace) -> None:
     """Measure, as one of the workers, one case after the other; a file for each, named by the
     case's key."""
-    asked = read_artifact(args.job)
-    jobs = [Job.of(document) for document in asked.values()]
-    for key, measured in zip(asked, measure(jobs), strict=True):
+    documents = read_artifact(args.job)
+    jobs = [Job.of(document) for document in documents.values()]
+    for key, measured in zip(documents, measure(jobs), strict=True):
         if measured is not None:
             write_checked_json(args.output / f"{key}.json", measured.as_json())
 

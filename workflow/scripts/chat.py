@@ -54,7 +54,7 @@ def main(args: argparse.Namespace) -> None:
         conversation.answer(args.prompt, streamer=streamer)
         return
     readline.set_auto_history(True)
-    while (text := asked()) is not None:
+    while (text := typed_text()) is not None:
         if text.strip() == NEW:
             conversation.turns = []
             continue
@@ -66,7 +66,7 @@ def main(args: argparse.Namespace) -> None:
             print(error)
 
 
-def asked() -> str | None:
+def typed_text() -> str | None:
     """Return what the user types, not empty; None at the end."""
     while True:
         try:

@@ -185,8 +185,8 @@ def end_by(error: BaseException, *, prog: str) -> NoReturn:
         logger.error("%s", error, exc_info=is_worker())
         if is_worker():
             time.sleep(PEER_FIRST_S)
-    elif (lack := unwritable(error)) is not None:
-        logger.error("%s", lack)
+    elif (message := unwritable(error)) is not None:
+        logger.error("%s", message)
     else:
         logger.exception("%s failed unexpectedly", prog)
     fail()

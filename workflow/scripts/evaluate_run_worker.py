@@ -210,13 +210,13 @@ def measure_all(
     archive: Archive,
 ) -> dict[SubjectName, Measurement]:
     """Return each model's answers, by its name. Collective."""
-    asked = parts(questions, world=process.world)
+    question_parts = parts(questions, world=process.world)
     folders = list(form_folders(args).values())
     measured: dict[SubjectName, Measurement] = {}
     for model in models:
         measured[model.name], new = measure(
             evaluated_models.watched(model, pulse=process.pulse, folders=folders),
-            asked,
+            question_parts,
             archive=archive,
             machine=machine,
             world=process.world,
@@ -228,8 +228,8 @@ def measure_all(
             if model.streamed
             else "",
             ", ".join(new) or "nothing",
-            len(asked_of(model, asked)) - len(new),
-            len(asked_of(model, asked)),
+            len(asked_of(model, question_parts)) - len(new),
+            len(asked_of(model, question_parts)),
         )
     return measured
 

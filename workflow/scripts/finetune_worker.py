@@ -206,7 +206,9 @@ def train(
                 state.best.offer(training, loss=metrics.heldout_loss, step=metrics.step)
             bar.update()
             bar.set_postfix_str(journal.line(metrics), refresh=False)
-            save_or_stop(state, step=metrics.step, asked=stop.requested, tokens=args.tokens)
+            save_or_stop(
+                state, step=metrics.step, stop_requested=stop.requested, tokens=args.tokens
+            )
             if state.ends_early:
                 break
             pulse.step(metrics.step + 1)
@@ -313,17 +315,19 @@ def with_heldout_loss(metrics: Step, state: RunState) -> Step:
     trainer = state.trainer
     trainer.release_graphs()
     with state.watch.part(HELDOUT):
-        found = state.heldout.losses(trainer.training, world=trainer.world, moved=state.pulse.moved)
-    several = {"heldout_losses": found.by_source} if len(found.by_source) > 1 else {}
-    return metrics.model_copy(update={"heldout_loss": found.whole, **several})
+        losses = state.heldout.losses(
+            trainer.training, world=trainer.world, moved=state.pulse.moved
+        )
+    several = {"heldout_losses": losses.by_source} if len(losses.by_source) > 1 else {}
+    return metrics.model_copy(update={"heldout_loss": losses.whole, **several})
 
 
-def save_or_stop(state: RunState, *, step: int, asked: bool, tokens: Path) -> None:
+def save_or_stop(state: RunState, *, step: int, stop_requested: bool, tokens: Path) -> None:
     """Start a checkpoint of `step` if it is due on any process; stop if any must. Collective."""
     last = step == state.num_steps or state.ends_early
     due = last or state.cadence.due(step=step, last_saved_s=state.writer.last_saved_s)
     # Clocks differ, and a signal may reach one process alone, but saving is collective.
-    stopping, saving = largest_of_all((asked, due), world=state.trainer.world)
+    stopping, saving = largest_of_all((stop_requested, due), world=state.trainer.world)
     if saving or stopping:
         state.pulse.phase("saving", num_bytes=state.state_bytes)
         TokenStore.open(tokens)  # bytes cut off a mapped file read as zeros

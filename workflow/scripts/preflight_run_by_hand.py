@@ -35,7 +35,7 @@ from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.gpu_models import parse_gpus
 
 SEARCHES = ("longest", "largest")
-OF_A_RUN = ("model", "revision", "gpus", "host_gib", "seq_len", "rank", "batch", "rows", "set")
+RUN_OPTIONS = ("model", "revision", "gpus", "host_gib", "seq_len", "rank", "batch", "rows", "set")
 NEEDED_AND_FOREIGN: dict[str | None, tuple[tuple[str, ...], tuple[str, ...]]] = {
     None: (("model", "gpus"), ()),
     "longest": (("model", "gpus"), ("output", "seq_len")),
@@ -157,25 +157,25 @@ def print_largest(
         try:
             models[name] = read_model(args, name, process)
         except UserError as error:
-            said = str(error) if name and name in str(error) else f"{name!r}: {error}"
-            raise UserError(f"--largest: {said}") from None
+            named_error = str(error) if name and name in str(error) else f"{name!r}: {error}"
+            raise UserError(f"--largest: {named_error}") from None
     shapes = {name: shape for name, (shape, _) in models.items()}
-    found = largest(shapes, lambda name: planned_run(args, *models[name]))
-    if found.forecast is not None:
-        logger.info("%s", render(found.forecast, run=str(found.name)))
-    left, named = len(found.larger), list(found.larger.items())[-MOST_NAMED:]
+    answer = largest(shapes, lambda name: planned_run(args, *models[name]))
+    if answer.forecast is not None:
+        logger.info("%s", render(answer.forecast, run=str(answer.name)))
+    left, named = len(answer.larger), list(answer.larger.items())[-MOST_NAMED:]
     for name, why in named:
         logger.info("%s (%s): %s", name, billions(shapes[name]), why)
     if left > len(named):
         logger.info("and %d larger ones do not fit", left - len(named))
-    if found.name is None:
+    if answer.name is None:
         raise UserError(
             f"--largest: none of the {len(names)} models fits {args.gpus}. Name more or larger "
             "GPUs, or a shorter row."
         )
-    largest_size = billions(shapes[found.name])
-    logger.info("the largest of %d models: %s (%s)", len(names), found.name, largest_size)
-    logger.info("%s", command_of(args, parser, model=found.name))
+    largest_size = billions(shapes[answer.name])
+    logger.info("the largest of %d models: %s (%s)", len(names), answer.name, largest_size)
+    logger.info("%s", command_of(args, parser, model=answer.name))
 
 
 def billions(shape: ModelShape) -> str:
@@ -185,13 +185,13 @@ def billions(shape: ModelShape) -> str:
 
 def command_of(args: argparse.Namespace, parser: argparse.ArgumentParser, **answer: object) -> str:
     """Return the command for an answer alone."""
-    given, usual = vars(args) | answer, vars(parser.parse_args([]))
+    values, defaults = vars(args) | answer, vars(parser.parse_args([]))
     words = ["python", "-m", "workflow.scripts.preflight_run"]
-    for name in OF_A_RUN:
-        values = given[name] if isinstance(given[name], list) else [given[name]]
-        if given[name] != usual[name]:
+    for name in RUN_OPTIONS:
+        option_values = values[name] if isinstance(values[name], list) else [values[name]]
+        if values[name] != defaults[name]:
             option = f"--{name.replace('_', '-')}"
-            words += [word for value in values for word in (option, str(value))]
+            words += [word for value in option_values for word in (option, str(value))]
     return shlex.join(words)
 
 

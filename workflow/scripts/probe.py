@@ -42,9 +42,9 @@ def main(args: argparse.Namespace) -> None:
     probe = Probe(device=device, driver=driver, measured=measured, provenance=Provenance.now())
     args.folder.mkdir(parents=True, exist_ok=True)
     write_checked_json(args.folder / probe.file_name, probe.as_json())
-    for name, found in measured.items():
-        note = "" if found.spread <= REPEATABLE else ": varies too much, the table's counts"
-        logger.info("%s: %.3g/s, spread %.1f%%%s", name, found.value, 100 * found.spread, note)
+    for name, rate in measured.items():
+        note = "" if rate.spread <= REPEATABLE else ": varies too much, the table's counts"
+        logger.info("%s: %.3g/s, spread %.1f%%%s", name, rate.value, 100 * rate.spread, note)
     logger.info("written to %s; nothing was sent", args.folder / probe.file_name)
 
 

@@ -180,12 +180,15 @@ def opened(
     vocabulary: int,
 ) -> Iterator[Scorer]:
     """Load the model, or open its files."""
-    asked: dict[str, Any] = {"top_k": args.config["scored"]["top_k"], "vocabulary": vocabulary}
-    asked |= {"device": process.device, "world": process.world}
+    scorer_options: dict[str, Any] = {
+        "top_k": args.config["scored"]["top_k"],
+        "vocabulary": vocabulary,
+    }
+    scorer_options |= {"device": process.device, "world": process.world}
     if args.way == "streamed":
         streamed = StreamedModel(model, device=process.device, dtype=dtype)
         with streamed.stream() as stream:
-            yield StreamedScorer(stream, **asked)
+            yield StreamedScorer(stream, **scorer_options)
         return
     needs = model.attention_needs.with_dropout(0)
     attention = resolve_training_attention(
@@ -195,10 +198,10 @@ def opened(
     options = {"device": process.device, "compute_dtype": dtype, "attention": attention.name}
     loading = Loading(options, process.shards)
     if folders.adapter is None:
-        yield WholeModel(loading.plain(model), **asked)
+        yield WholeModel(loading.plain(model), **scorer_options)
         return
     tuned = loading.tuned(model, Adapter(folders.adapter))
-    yield WholeModel(tuned.get_base_model(), **asked)  # type: ignore[arg-type]
+    yield WholeModel(tuned.get_base_model(), **scorer_options)  # type: ignore[arg-type]
 
 
 def score(

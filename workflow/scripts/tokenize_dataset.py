@@ -85,8 +85,8 @@ def main(args: argparse.Namespace) -> None:
     check_downloads(args)
     sources = resolve_splits(settings, root=args.dataset)
     tokenizer = load_tokenizer(args.tokenizer)
-    known = num_usable_tokens(tokenizer, args.tokenizer)
-    encodings = find_encodings(tokenizer, known, sources, settings, examples)
+    usable_tokens = num_usable_tokens(tokenizer, args.tokenizer)
+    encodings = find_encodings(tokenizer, usable_tokens, sources, settings, examples)
     tokenizer_facts = manifest.tokenizer_facts(
         tokenizer, args.tokenizer, chat_template=encodings["train"].chat_template
     )
@@ -160,14 +160,15 @@ def licences(args: argparse.Namespace, corpora: dict[str, Corpus]) -> dict[str, 
 
 def find_encodings(
     tokenizer: PreTrainedTokenizerBase,
-    known: int,
+    usable_tokens: int,
     splits: dict[str, list[Source]],
     settings: DataConfig,
     examples: Examples,
 ) -> dict[str, Encoding]:
-    """Check the template; return the encoding by split. known: number of possible token ids."""
+    """Check the template; return the encoding by split. usable_tokens: number of token ids that
+    data may have."""
     formats = {split: find_formats(split, sources, examples) for split, sources in splits.items()}
-    chats = any(name not in WITHOUT_TEMPLATE for some in formats.values() for name, _ in some)
+    chats = any(name not in WITHOUT_TEMPLATE for choices in formats.values() for name, _ in choices)
     template = tool_template = None
     if chats:
         template = read_chat_template(tokenizer, settings.chat_template)
@@ -180,7 +181,7 @@ def find_encodings(
         template_kwargs=settings.template_kwargs,
         allow_unrendered=settings.allow_unrendered,
         special_tokens=settings.special_tokens_in_text or "text",
-        usable_tokens=known,
+        usable_tokens=usable_tokens,
     )
     exported = template and with_arguments(template, settings.template_kwargs)
     return {

@@ -24,7 +24,7 @@ OUTPUT = Path("models/pydocs-mixture")  # the source of the preset's model
 NUM_EXPERTS, TOP_K = 8, 2  # as Mixtral 8x7B
 ROUTER_STD = 0.02  # what Mixtral initializes its weights with
 SEED = 0
-OF_LLAMA = ("model_type", "architectures", "mlp_bias", "pretraining_tp")
+LLAMA_KEYS = ("model_type", "architectures", "mlp_bias", "pretraining_tp")
 
 
 def main() -> None:
@@ -48,7 +48,7 @@ def main() -> None:
 
 def upcycled(dense: Any) -> MixtralForCausalLM:
     """Return a Mixtral whose experts are copies of the feed-forwards of `dense`, a Llama."""
-    config = {k: v for k, v in dense.config.to_dict().items() if k not in OF_LLAMA}
+    config = {k: v for k, v in dense.config.to_dict().items() if k not in LLAMA_KEYS}
     mixtral = MixtralConfig(
         **config, num_local_experts=NUM_EXPERTS, num_experts_per_tok=TOP_K, sliding_window=None
     )

@@ -72,12 +72,12 @@ def noted(model: str, counts: Sequence[int]) -> dict[str, list[Any]]:
 
 
 def main(args: argparse.Namespace) -> None:
-    known = json.loads(gzip.decompress(SHIPPED.read_bytes())) if args.add else {}
+    peaks = json.loads(gzip.decompress(SHIPPED.read_bytes())) if args.add else {}
     if not args.add:
         SHIPPED.unlink(missing_ok=True)  # else its recordings would count as current
     for model in args.models:
-        known |= noted(model, args.gpus)
-        text = json.dumps(dict(sorted(known.items())), separators=(",", ":"))
+        peaks |= noted(model, args.gpus)
+        text = json.dumps(dict(sorted(peaks.items())), separators=(",", ":"))
         SHIPPED.write_bytes(gzip.compress(text.encode(), mtime=0))
 
 

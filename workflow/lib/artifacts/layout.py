@@ -190,11 +190,11 @@ def data_files(run: RunConfig) -> list[str]:
 def download_dirs(run: RunConfig) -> dict[str, str]:
     """Return the folders to download for a run, by kind (`model`, `dataset`, `adapter`)."""
     start = run.train.start_from
-    of_hub = start is not None and run.start is None and is_hub_id(start)
+    is_on_hub = start is not None and run.start is None and is_hub_id(start)
     folders = {
         "model": source_dir(run) if is_hub_id(run.model.source) else None,
         "dataset": dataset_dir(run),
-        "adapter": start_adapter(run) if of_hub else None,
+        "adapter": start_adapter(run) if is_on_hub else None,
     }
     return {kind: folder for kind, folder in folders.items() if folder}
 
@@ -202,8 +202,8 @@ def download_dirs(run: RunConfig) -> dict[str, str]:
 def download_settings(kind: str, run: RunConfig) -> dict[str, Any]:
     """Return the settings of `download_source` for one of `download_dirs`."""
     if kind != "dataset":
-        of_model = run.model.source, run.model.revision
-        repo_id, revision = of_model if kind == "model" else (run.train.start_from, None)
+        model_source = run.model.source, run.model.revision
+        repo_id, revision = model_source if kind == "model" else (run.train.start_from, None)
         return {"repo_id": repo_id, "revision": revision, "kind": kind, "files": None}
     return {
         "repo_id": run.data.source,
@@ -245,11 +245,11 @@ def folder_of_form(name: str, form: str) -> str:
     return stage_dir(name, EXPORTS[form].folder)
 
 
-def fingerprint(run: RunConfig, *, of_any_length: bool = False) -> str:
-    """Short hash of the training trajectory's settings; of_any_length: without its end."""
+def fingerprint(run: RunConfig, *, any_length: bool = False) -> str:
+    """Short hash of the training trajectory's settings; any_length: without its end."""
     trained = _comparable(run, _defines_result)
     train = trained.train.model_dump(mode="json")
-    if of_any_length:
+    if any_length:
         train |= {"epochs": None, "max_steps": None}
     sections = (trained.lora, trained.preferences, trained.distill)
     others = [section.model_dump(mode="json") for section in sections]
@@ -261,7 +261,7 @@ def fingerprint(run: RunConfig, *, of_any_length: bool = False) -> str:
 def checkpoint_dir(name: str, run: RunConfig) -> str:
     """Folder of a run's checkpoints, from which alone it resumes. A longer run
     continues them. No rule's output: Snakemake deletes these at failures."""
-    key = fingerprint(run, of_any_length=run.train.begins_longer_runs)
+    key = fingerprint(run, any_length=run.train.begins_longer_runs)
     return str(RESULTS / "checkpoints" / f"{name}-{key}")
 
 

@@ -21,7 +21,7 @@ from workflow.lib.checkpoints.files.quantization_settings import (
     QUANTIZATION,
     TEXT_PART,
     quantization_of,
-    said_of_quantization,
+    quantization_settings,
     without_quantization,
 )
 from workflow.lib.checkpoints.files.safetensors_headers import TensorInfo
@@ -87,7 +87,7 @@ class Checkpoint:
     @property
     def stated_quantization(self) -> dict[str, Any]:
         """What config.json says of quantization, true or not; {} for nothing."""
-        return said_of_quantization(self.config) or {}
+        return quantization_settings(self.config) or {}
 
     @cached_property
     def is_packed(self) -> bool:

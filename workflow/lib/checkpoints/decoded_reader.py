@@ -32,7 +32,7 @@ from workflow.lib.checkpoints.files.quantization_settings import (
     GPTQ_BITS,
     METHOD,
     PACKED_TYPES,
-    said_value,
+    setting_value,
 )
 from workflow.lib.checkpoints.files.safetensors_headers import TensorInfo
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
@@ -40,7 +40,7 @@ from workflow.lib.kernels.nf4.decode import decoded
 from workflow.lib.system.checksums import RecordedFile
 from workflow.lib.system.errors import UserError
 
-AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # positions in an int32 of the codes of eight columns
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # positions in an int32 of the codes of eight columns
 WEIGHT = ".weight"
 Read = Callable[[str], torch.Tensor]
 Tensors = Mapping[str, TensorInfo]
@@ -82,7 +82,7 @@ class _GPTQ:
             )
         codes = _unpacked(packed.T, bits)[:, :inputs]
         stored_zeros = read(f"{linear}.qzeros")
-        if said_value(self._settings, FORMAT_NAMES["gptq"], "gptq") == "gptq":
+        if setting_value(self._settings, FORMAT_NAMES["gptq"], "gptq") == "gptq":
             stored_zeros = stored_zeros + sum(1 << shift for shift in range(0, 32, bits))
         zeros = _unpacked(stored_zeros, bits)
         if f"{linear}.g_idx" in self._tensors:
@@ -101,7 +101,7 @@ class _AWQ(_GPTQ):
         linear = name.removesuffix(WEIGHT)
         scales = read(f"{linear}.scales").float()
         codes, zeros = (
-            _unpacked(read(f"{linear}{part}"), 4, places=AWQ_PLACES)
+            _unpacked(read(f"{linear}{part}"), 4, order=AWQ_ORDER)
             for part in (".qweight", ".qzeros")
         )
         groups = torch.arange(len(codes)) // (len(codes) // len(scales))
@@ -188,11 +188,12 @@ def _check_complete(tensors: Tensors, linears: list[str], parts: tuple[str, ...]
 
 
 def _unpacked(
-    packed: torch.Tensor, bits: int, *, places: tuple[int, ...] | None = None
+    packed: torch.Tensor, bits: int, *, order: tuple[int, ...] | None = None
 ) -> torch.Tensor:
-    """Return the codes (rows, columns * 32 / bits) of int32, lowest bits first; places: order."""
-    order = torch.tensor(places or range(32 // bits), dtype=torch.int32)
-    codes: torch.Tensor = (packed.unsqueeze(-1) >> (order * bits)) & (2**bits - 1)
+    """Return the codes (rows, columns * 32 / bits) of int32, lowest bits first; order: places
+    of the codes in an int32."""
+    shifts = torch.tensor(order or range(32 // bits), dtype=torch.int32)
+    codes: torch.Tensor = (packed.unsqueeze(-1) >> (shifts * bits)) & (2**bits - 1)
     return codes.flatten(-2)
 
 

@@ -49,13 +49,13 @@ def _stack(param: nn.Parameter, *, transposed: bool) -> ExpertStack:
 def routers(model: nn.Module) -> set[str]:
     """Return the paths of the linears that choose the experts: beside them, one output an expert.
     Most families' routers are no linears but modules of their own."""
-    found = set()
+    paths = set()
     for path, experts in experts_modules(model):
         (num_experts, *_), *_ = (p.shape for p in experts.parameters() if p.dim() == 3)
         parent = path.rpartition(".")[0]
-        found |= {
+        paths |= {
             f"{parent}.{name}" if parent else name
             for name, module in model.get_submodule(parent).named_modules()
             if isinstance(module, nn.Linear) and module.out_features == num_experts
         }
-    return found
+    return paths

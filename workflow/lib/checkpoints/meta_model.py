@@ -36,8 +36,8 @@ def is_built(config: PretrainedConfig) -> bool:
 
 def auto_class(config: PretrainedConfig) -> type[Any]:
     """Return the auto class of a configuration; without one that of causal LMs, which raises."""
-    found = (one for one, table in TABLES.items() if config.model_type in table)
-    return next(found, AutoModelForCausalLM)
+    classes = (one for one, table in TABLES.items() if config.model_type in table)
+    return next(classes, AutoModelForCausalLM)
 
 
 def return_states_alone_(config: PretrainedConfig) -> None:

@@ -86,9 +86,9 @@ class CheckpointReader:
 
     def sha256(self) -> dict[str, str]:
         """Return the SHA-256 of each file of tensors; those that were not hashed yet are now."""
-        known = {name: file.sha256 for name, file in self._recorded.items()} | self._sha256
+        hashes = {name: file.sha256 for name, file in self._recorded.items()} | self._sha256
         return {
-            shard: known.get(shard) or file_sha256(self.folder / shard)
+            shard: hashes.get(shard) or file_sha256(self.folder / shard)
             for shard in sorted({*self._shards.values()})
         }
 

@@ -33,7 +33,7 @@ from workflow.lib.system.errors import UserError
 SHARING = (VARLEN, "sdpa", "eager")  # attention with which documents can share a prompt
 
 # Arguments with the bounds of documents, for attention on packed rows.
-OF_PACKED_ROWS = {*flash_arguments(torch.empty(0), 0), *flex_arguments(torch.zeros(1, 1))}
+PACKED_ARGUMENTS = {*flash_arguments(torch.empty(0), 0), *flex_arguments(torch.zeros(1, 1))}
 
 
 class OneByOne:
@@ -47,7 +47,7 @@ class OneByOne:
         family: Callable[..., Any] = super().forward  # type: ignore[misc]
         documents = self.documents
         rows = hidden_states.shape[:2]
-        named = {name: x for name, x in others.items() if name not in OF_PACKED_ROWS}
+        named = {name: x for name, x in others.items() if name not in PACKED_ARGUMENTS}
         if documents is None or documents.are_rows(rows):
             return family(hidden_states, *args, **named)
         divide = partial(_divided, documents, type(self).__name__, rows[1])

@@ -25,8 +25,8 @@ MEASURED_BY = {
     **dict.fromkeys(REWARDS, "heldout"),
 }
 CHECKED_BEFORE = Affects(stages=("preflight_run", "evaluate_run"))
-OF_GGUF = Affects(stages=("convert_gguf", "publish_run"))
-OF_IDS = Affects(stages=("consolidate", "export_step", "write_card"))
+GGUF_STAGES = Affects(stages=("convert_gguf", "publish_run"))
+ID_STAGES = Affects(stages=("consolidate", "export_step", "write_card"))
 PUBLISHED = Affects(stages=("publish_run",))
 GgufFormat = Literal["f32", "f16", "bf16", "q8_0", "q6_k", "q5_k_m", "q4_k_m"]
 GgufForm = Literal["merged", "adapter"]
@@ -56,10 +56,10 @@ class ExportConfig(Section):
         1.0, gt=0.0, le=64.0
     )
     """Largest file of the merged model, GiB."""
-    gguf: Annotated[tuple[GgufFormat, ...], OF_GGUF] = ()
+    gguf: Annotated[tuple[GgufFormat, ...], GGUF_STAGES] = ()
     """Formats of GGUF files (llama.cpp, Ollama); each is checked in llama.cpp, which must know the
     model's class and tokenizer (not the demo's)."""
-    gguf_of: Annotated[tuple[GgufForm, ...], OF_GGUF] = Field(("merged",), min_length=1)
+    gguf_of: Annotated[tuple[GgufForm, ...], GGUF_STAGES] = Field(("merged",), min_length=1)
     """Contents of the GGUF files: the merged model (`merged`), the adapter beside the original
     model (`adapter`), or both."""
     llama_cpp: Annotated[
@@ -74,10 +74,10 @@ class ExportConfig(Section):
     ] = "none"
     """Local server to compare with the evaluation. It serves the merged model or the adapter on the
     original; llama.cpp serves the first format of `gguf`."""
-    base_id: Annotated[str | None, OF_IDS] = Field(None, pattern=HUB_REPO)
+    base_id: Annotated[str | None, ID_STAGES] = Field(None, pattern=HUB_REPO)
     """Hub id (owner/name) of the model in the folder `model.source`, for `adapter_config.json` and
     the model card. It is not checked."""
-    nf4_base_id: Annotated[str | None, OF_IDS] = Field(None, pattern=HUB_REPO)
+    nf4_base_id: Annotated[str | None, ID_STAGES] = Field(None, pattern=HUB_REPO)
     """Hub id of a copy of the folder below `results/base`, if Transformers cannot make this 4-bit
     base. It is not checked."""
     hub_repo: Annotated[str | None, PUBLISHED] = Field(None, pattern=HUB_REPO)

@@ -12,10 +12,10 @@ from workflow.lib.settings.optimizer_kinds import OptimizerName
 from workflow.lib.settings.section_base import Name, Section, Share, label
 
 Rank = Annotated[int, Field(ge=1, le=1024)]
-OF_CALIBRATION = Affects(needs=("method", "calibrated", "auto"))
-OF_RESTARTS = Affects(needs=("lr_schedule", "cosine_with_restarts"))
-OF_STABLE = Affects(needs=("lr_schedule", "warmup_stable_decay"))
-OF_FLOAT8 = Affects(needs=("matmul_dtype", "float8", "auto"))
+CALIBRATED_ONLY = Affects(needs=("method", "calibrated", "auto"))
+RESTARTS_ONLY = Affects(needs=("lr_schedule", "cosine_with_restarts"))
+STABLE_ONLY = Affects(needs=("lr_schedule", "warmup_stable_decay"))
+FLOAT8_ONLY = Affects(needs=("matmul_dtype", "float8", "auto"))
 Alpha = Annotated[float, Field(gt=0.0, le=65536.0)]
 Layers = Annotated[int, Field(ge=0, le=10_000)]
 Gib = Annotated[float, Field(gt=0.0, le=1e6)]
@@ -98,9 +98,9 @@ class QuantizeConfig(Section):
     method: Literal["absmax", "calibrated", "auto"] = "absmax"
     """absmax: like bitsandbytes. calibrated: least change of outputs on calibration tokens (like
     GPTQ). auto: calibrated if one H200 needs at most an hour."""
-    calibration_tokens: Annotated[int, OF_CALIBRATION] = Field(24_576, ge=256, le=2**24)
+    calibration_tokens: Annotated[int, CALIBRATED_ONLY] = Field(24_576, ge=256, le=2**24)
     """Training tokens for calibration; never held-out tokens."""
-    calibration_text: Annotated[str | None, OF_CALIBRATION] = Field(
+    calibration_text: Annotated[str | None, CALIBRATED_ONLY] = Field(
         None, min_length=1, max_length=4096
     )
     """UTF-8 text file for half of these tokens, so that other kinds of text lose nothing; null =
@@ -202,9 +202,9 @@ class TrainConfig(Section):
         "cosine", "linear", "constant", "cosine_with_restarts", "warmup_stable_decay"
     ] = "cosine"
     """Decay after the warm-up, as in Transformers."""
-    lr_cycles: Annotated[int, OF_RESTARTS] = Field(1, ge=1, le=10_000)
+    lr_cycles: Annotated[int, RESTARTS_ONLY] = Field(1, ge=1, le=10_000)
     """Cosines of `cosine_with_restarts`."""
-    decay_share: Annotated[Share, OF_STABLE] = 0.1
+    decay_share: Annotated[Share, STABLE_ONLY] = 0.1
     """Share of the last steps in which `warmup_stable_decay` falls by a cosine."""
     warmup_share: Share = 0.03
     """Share of steps in which the rate rises linearly from 0."""
@@ -233,7 +233,7 @@ class TrainConfig(Section):
     matmul_dtype: Literal["compute_dtype", "float8", "auto"] = "compute_dtype"
     """Dtype of matmuls with frozen weights in training. `float8`: e4m3, compute capability 8.9
     (CPUs emulate it). `auto`: float8 if possible within `max_matmul_loss_rise`."""
-    matmul_passes: Annotated[Literal["both", "forward", "backward"], OF_FLOAT8] = "both"
+    matmul_passes: Annotated[Literal["both", "forward", "backward"], FLOAT8_ONLY] = "both"
     """Passes that use `matmul_dtype`; `backward` changes the result least."""
     max_matmul_loss_rise: Annotated[
         float, Affects("none", needs=("matmul_dtype", "float8", "auto"))

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from workflow.lib.checkpoints.files.config_file import MAX_CONFIG_BYTES
-from workflow.lib.checkpoints.files.expert_adapters import of_stacks
+from workflow.lib.checkpoints.files.expert_adapters import stack_settings
 from workflow.lib.checkpoints.files.model_files import ADAPTER, ADAPTER_WEIGHTS
 from workflow.lib.checkpoints.files.safetensors_headers import read_headers
 from workflow.lib.settings.config import LoraSettings, RunConfig
@@ -87,7 +87,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict) or "peft_type" not in config:
         raise UserError(f"{path} describes no PEFT adapter. Check train.start_from.")
     weights = folder / ADAPTER_WEIGHTS
-    return of_stacks(config, read_headers([weights])) if weights.is_file() else config
+    return stack_settings(config, read_headers([weights])) if weights.is_file() else config
 
 
 def adapter_settings(config: Mapping[str, Any], source: object) -> LoraSettings:
@@ -98,15 +98,17 @@ def adapter_settings(config: Mapping[str, Any], source: object) -> LoraSettings:
         else:
             refused = bool(value) and key not in {*FREE, *USED, *TARGETS}
         if refused:
-            of_base = key == "init_lora_weights"
+            changes_base = key == "init_lora_weights"
             why = (
                 "it belongs to weights that PEFT changed when the adapter was made"
-                if of_base
+                if changes_base
                 else "only LoRA adapters without it can be continued"
             )
-            change = CONVERT if of_base else MERGE
+            change = CONVERT if changes_base else MERGE
             raise UserError(f"{source}: {key} = {value!r} in {ADAPTER}: {why}. {change}.")
-    settings = {ours: config[key] for key, ours in USED.items() if config.get(key) is not None}
+    settings = {
+        setting: config[key] for key, setting in USED.items() if config.get(key) is not None
+    }
     try:
         targets = _targets(config)
         return LoraSettings.model_validate({"target_modules": targets, **settings})
@@ -182,20 +184,20 @@ def check_continued(checks: Mapping[str, Any], folder: Path, start: str) -> None
     config = read_adapter_config(folder)
     settings = adapter_settings(config, start)
     for name, run in checks.get("runs", {}).items():
-        asked = RunConfig.model_validate(run)
-        check_rows(config, asked, run=name)
-        continued(asked.lora, settings, run=name, start=start, follow=False, beside={})
+        run_settings = RunConfig.model_validate(run)
+        check_rows(config, run_settings, run=name)
+        continued(run_settings.lora, settings, run=name, start=start, follow=False, beside={})
 
 
-def check_rows(config: Mapping[str, Any], asked: RunConfig, *, run: str) -> None:
+def check_rows(config: Mapping[str, Any], settings: RunConfig, *, run: str) -> None:
     """Raise `UserError` if of a run and the adapter that it continues only one has trained rows of
     tokens; which rows these are, the training compares."""
-    rows, added = config.get(ROWS) or None, [*asked.model.add_tokens]
+    rows, added = config.get(ROWS) or None, [*settings.model.add_tokens]
     if bool(rows) != bool(added):
         raise UserError(
-            f"run {run}: train.start_from = {asked.train.start_from!r}: its {ROWS} are {rows}, and "
-            f"model.add_tokens = {added}. Set model.add_tokens to the tokens that were added for "
-            f"it. Rows of other tokens cannot be continued. {MERGE}."
+            f"run {run}: train.start_from = {settings.train.start_from!r}: its {ROWS} are {rows}, "
+            f"and model.add_tokens = {added}. Set model.add_tokens to the tokens that were added "
+            f"for it. Rows of other tokens cannot be continued. {MERGE}."
         )
 
 

@@ -54,7 +54,7 @@ def attention_needs(config: Mapping[str, Any]) -> AttentionNeeds:
         value_dim=value_dim,
         dropout=attention_dropout(config),
         masked=config.get("model_type") in MASKED,
-        **of_family(config.get("model_type")),
+        **family_needs(config.get("model_type")),
     )
 
 
@@ -63,7 +63,7 @@ def attention_dropout(config: Mapping[str, Any]) -> float:
     return max(float(config.get(name) or 0.0) for name in ATTENTION_DROPOUT)
 
 
-def of_family(family: str | None) -> dict[str, bool]:
+def family_needs(family: str | None) -> dict[str, bool]:
     """Return the needs that neither a config.json nor the layers of a description show."""
     return {
         "masks_of_rows": family in MASKS_OF_ROWS,

@@ -32,7 +32,7 @@ def stacked(names: Collection[str]) -> dict[str, list[list[str]]]:
     }
 
 
-def of_stacks(config: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+def stack_settings(config: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     """Return an `adapter_config.json` whose targets are stacks, given the tensors' names."""
     stacks = stacked(names)
     if not stacks:

@@ -149,10 +149,10 @@ def _adapter_fault(names: Collection[str]) -> Fault:
 def _weights_fault(names: Collection[str], weights: Collection[str]) -> Fault:
     wanted = " nor ".join(sorted(weights, key=len))
     for pattern, kind in OTHER_WEIGHTS.items():
-        found = sorted(name for name in names if fnmatchcase(name, pattern))
-        if found:
+        matches = sorted(name for name in names if fnmatchcase(name, pattern))
+        if matches:
             return Fault(
-                f"it has only {listed_names(sorted(found))} ({kind}), neither {wanted}",
+                f"it has only {listed_names(sorted(matches))} ({kind}), neither {wanted}",
                 "Convert them with `save_pretrained` of Transformers, or name a folder or "
                 "repository with safetensors weights",
             )

@@ -50,11 +50,11 @@ def without_quantization(config: dict[str, Any], path: Path) -> dict[str, Any]:
     is not decoded, and as `quantization_of`."""
     settings = quantization_of(config, path)
     if settings is not None and settings.get(METHOD) not in DECODED_FORMATS:
-        said = f"{QUANTIZATION}.{METHOD} = {settings.get(METHOD)!r}"
+        setting = f"{QUANTIZATION}.{METHOD} = {settings.get(METHOD)!r}"
         if MLX in config:
-            said = f"by MLX: {MLX} = {config[MLX]!r}"
+            setting = f"by MLX: {MLX} = {config[MLX]!r}"
         raise UserError(
-            f"{path} describes a model that is quantized already ({said}; "
+            f"{path} describes a model that is quantized already ({setting}; "
             f"{', '.join(DECODED_FORMATS)} can be read). Set model.source to the original bf16, "
             "fp16 or fp32 checkpoint."
         )
@@ -72,14 +72,14 @@ def quantization_of(config: Mapping[str, Any], path: Path) -> Mapping[str, Any] 
     """Return the quantization settings; None if weights are not packed, whatever config.json says
     (it is believed if there are no weights beside it). Raises `UserError` if the settings are no
     object, or there are scales without packed weights."""
-    settings = said_of_quantization(config)
+    settings = quantization_settings(config)
     if settings is None:
         return None
     method = settings.get(METHOD) if isinstance(settings, Mapping) else None
     if not isinstance(settings, Mapping) or not isinstance(method, str | None):
-        said = f".{METHOD} = {method!r}" if method else f" = {settings!r}"
+        setting = f".{METHOD} = {method!r}" if method else f" = {settings!r}"
         raise UserError(
-            f"{path}: {QUANTIZATION}{said}: it must be {'a text' if method else 'an object'} or "
+            f"{path}: {QUANTIZATION}{setting}: it must be {'a text' if method else 'an object'} or "
             "null. Give the config.json that belongs to the checkpoint (model.source)."
         )
     files = sorted(path.parent.glob("*.safetensors"))
@@ -113,36 +113,36 @@ def _check_nf4(settings: Mapping[str, Any], path: Path) -> None:
 
 def _check_values(settings: Mapping[str, Any], path: Path) -> None:
     """Raise `UserError` for a kind of a format that is not decoded."""
-    found = [
-        (names[0], said_value(settings, names, default), known)
-        for names, (default, known) in DECODED_VALUES.get(settings[METHOD], {}).items()
+    values = [
+        (names[0], setting_value(settings, names, default), decodable)
+        for names, (default, decodable) in DECODED_VALUES.get(settings[METHOD], {}).items()
     ]
     groups = settings.get("config_groups") or {}
-    found += [
+    values += [
         (f"config_groups.{name}.format", group["format"], COMPRESSED_FORMATS)
         for name, group in groups.items()
         if isinstance(group, Mapping) and group.get("format") is not None
     ]
-    for key, value, known in found:
-        if value not in known:
+    for key, value, decodable in values:
+        if value not in decodable:
             raise UserError(
                 f"{path}: {QUANTIZATION}.{key} = {value!r} with {METHOD} = {settings[METHOD]!r}; "
-                f"{', '.join(map(str, known))} can be read. Set model.source to the original bf16, "
-                "fp16 or fp32 checkpoint."
+                f"{', '.join(map(str, decodable))} can be read. Set model.source to the original "
+                "bf16, fp16 or fp32 checkpoint."
             )
 
 
-def said_value(settings: Mapping[str, Any], names: tuple[str, ...], default: Any) -> Any:
+def setting_value(settings: Mapping[str, Any], names: tuple[str, ...], default: Any) -> Any:
     """Return a quantization setting under the first of its names that is set."""
-    said = [settings[name] for name in names if settings.get(name) is not None]
-    value = said[0] if said else default
+    values = [settings[name] for name in names if settings.get(name) is not None]
+    value = values[0] if values else default
     return value.lower() if isinstance(value, str) else value
 
 
-def said_of_quantization(config: Mapping[str, Any]) -> Any:
+def quantization_settings(config: Mapping[str, Any]) -> Any:
     """Return the quantization settings of a config.json; None if absent or null."""
     part = config.get(TEXT_PART)
     inner = part.get(QUANTIZATION) if isinstance(part, Mapping) else None
     by_mlx = config.get(MLX)
-    said = (config.get(QUANTIZATION), inner, by_mlx if isinstance(by_mlx, Mapping) else None)
-    return next((x for x in said if x is not None and x != {}), None)
+    candidates = (config.get(QUANTIZATION), inner, by_mlx if isinstance(by_mlx, Mapping) else None)
+    return next((x for x in candidates if x is not None and x != {}), None)

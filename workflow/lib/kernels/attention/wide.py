@@ -34,22 +34,22 @@ class Tile(NamedTuple):
     stages: int = 1  # 2 need less shared memory where one tile is an operand of two matmuls
 
 
-OF_KEYS = Tile(16, 32, 4, 2)
+KEY_GRADIENT_TILE = Tile(16, 32, 4, 2)
 TILES = {
     200: {
         "attention": Tile(64, 64, 8),
         "attention_of_queries": Tile(64, 32, 8),
-        "attention_of_keys": OF_KEYS,
+        "attention_of_keys": KEY_GRADIENT_TILE,
     },
     150: {
         "attention": Tile(64, 32, 8, 2),
         "attention_of_queries": Tile(32, 32, 4, 2),
-        "attention_of_keys": OF_KEYS,
+        "attention_of_keys": KEY_GRADIENT_TILE,
     },
     0: {
         "attention": Tile(32, 32, 4, 2),
         "attention_of_queries": Tile(32, 16, 4, 2),
-        "attention_of_keys": OF_KEYS,
+        "attention_of_keys": KEY_GRADIENT_TILE,
     },
 }
 """By the least KiB of shared memory of a program. The first are the fastest of 10 to 13 tried on an

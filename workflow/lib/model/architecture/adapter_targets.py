@@ -14,7 +14,7 @@ from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.limits import BoundedWork
 
 # Names in checkpoints of the weights of one expert; stacks in the model have other names.
-OF_AN_EXPERT = frozenset({"experts", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
+EXPERT_WORDS = frozenset({"experts", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 NEGATIVE_LOOKAROUND = re.compile(r"\(\?<?!(?:[^()]|\([^()]*\))*\)")
 
 
@@ -210,7 +210,7 @@ def _check_expression(
     if not isinstance(targets, str) or not stacks or {*stacks} & {*chosen}:
         return
     matched = {name for path in chosen for name in path.split(".")}
-    expert_words = OF_AN_EXPERT.union(*(path.split(".") for path in stacks))
+    expert_words = EXPERT_WORDS.union(*(path.split(".") for path in stacks))
     missed = sorted(_words(targets) & expert_words - matched)
     if missed:
         raise setting_error(

@@ -6,7 +6,7 @@ Nothing here reads a file or the hardware: the caller passes `Machine`."""
 from collections.abc import Mapping
 from typing import Any
 
-from workflow.lib.checkpoints.files.attention_needs import of_family
+from workflow.lib.checkpoints.files.attention_needs import family_needs
 from workflow.lib.kernels.attention.attention_choice import (
     BY_SETTING,
     AttentionChoice,
@@ -133,7 +133,7 @@ def attention_needs(shape: ModelShape) -> AttentionNeeds:
         value_dim=shape.largest(lambda layer: layer.value_head),
         dropout=shape.attention_dropout,
         masked=shape.masked,
-        **of_family(shape.family),
+        **family_needs(shape.family),
     )
 
 
