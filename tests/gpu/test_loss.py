@@ -14,8 +14,8 @@ from workflow.lib.kernels.loss.fused_logits import (
     usable,
 )
 from workflow.lib.kernels.loss.head_matmul import aligned
-from workflow.lib.model.architecture.vocabulary_slices import CHUNK_ROWS
 from workflow.lib.model.loss.chunked_loss import LinearCrossEntropy, OutputHead
+from workflow.lib.model.loss.vocabulary_slices import CHUNK_ROWS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_run")]
 HIDDEN, VOCAB = 256, 10_007

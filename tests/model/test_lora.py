@@ -16,7 +16,7 @@ from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.export.stock_models import decode_partial_rows_
 from workflow.lib.kernels.attention.packed import document_bounds
 from workflow.lib.model.fusion.fuse_layers import fuse_layers_
-from workflow.lib.model.layers.nf4_lora_matmul import NF4LoraMatMul
+from workflow.lib.model.layers.lora_matmul import NF4LoraMatMul
 from workflow.lib.model.lora import init_adapters_, lora_config, trainable_parameters
 from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.settings.config import LoraSettings

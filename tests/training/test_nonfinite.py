@@ -18,8 +18,13 @@ from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.nf4_model import local
 from workflow.lib.settings.schedule import step_rows
 from workflow.lib.system.errors import UserError
-from workflow.lib.training.loop import Trainer, make_optimizer
-from workflow.lib.training.step_checks import STANDSTILL_STEPS, Standstill, check_step
+from workflow.lib.training.loop import (
+    STANDSTILL_STEPS,
+    Standstill,
+    Trainer,
+    check_step,
+    make_optimizer,
+)
 
 
 def runs(world, base, reshard_after_forward):

@@ -10,7 +10,7 @@ from workflow.lib.kernels.eight_bits.matmul import decoded, row_scales
 from workflow.lib.kernels.eight_bits.rounding import rounded
 from workflow.lib.model.layers import frozen_matmul as frozen_matmul_module
 from workflow.lib.model.layers.frozen_matmul import MatmulPrecision, frozen_linear
-from workflow.lib.model.layers.nf4_lora_matmul import nf4_lora_matmul, nf4_lora_matmuls
+from workflow.lib.model.layers.lora_matmul import nf4_lora_matmul, nf4_lora_matmuls
 
 OUT, IN, RANK = 48, 192, 3
 WAYS = {

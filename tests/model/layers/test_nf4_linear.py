@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from tests.support.adapted_layers import SCALE, Layer, random
 from tests.support.models import decoded_by_hand, nf4_linear
 from workflow.lib.model.layers.fused_norm import FusedNorm, keepable, restored
+from workflow.lib.model.layers.lora_matmul import nf4_lora_matmul, nf4_lora_matmuls
 from workflow.lib.model.layers.nf4_linear import NF4Linear
-from workflow.lib.model.layers.nf4_lora_matmul import nf4_lora_matmul, nf4_lora_matmuls
 
 # (out, in), and what is odd about it at block size 64
 SHAPES = {

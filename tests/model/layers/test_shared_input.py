@@ -1,4 +1,4 @@
-"""Linears that share their input, called one by one. Their gradients: `test_nf4_lora_matmul`, and
+"""Linears that share their input, called one by one. Their gradients: `test_lora_matmul`, and
 of every family `tests/training/test_families.py`."""
 
 import pytest
@@ -7,7 +7,7 @@ import torch
 from tests.support.adapted_layers import Layer, random
 from tests.support.models import nf4_linear
 from workflow.lib.model.layers.lora_linear import VALUES, SharedInput
-from workflow.lib.model.layers.nf4_lora_matmul import nf4_lora_matmuls
+from workflow.lib.model.layers.lora_matmul import nf4_lora_matmuls
 
 
 class Able(Layer):

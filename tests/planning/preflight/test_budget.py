@@ -35,7 +35,7 @@ def test_what_a_recorded_plan_takes_is_never_said_to_be_too_little(name, process
         offload_layers=on_host * shape.num_layers,
     )
     recorder = PlanRecorder(None, config, shape)
-    peaks = known_peaks(config, recorder.asked(plan), checked=True)
+    peaks = known_peaks(config, recorder.recorded_plan(plan), checked=True)
     host = host_bytes(shape, plan, gpus, peaks)
     limits = budget(HardwareConfig(), replace(gpus, gpu_bytes=0, host_bytes=host))
     needed = peaks.allocated_bytes + limits.outside_allocator_bytes + limits.margin_bytes

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.distributed.world import World
-from workflow.lib.model.architecture.vocabulary_slices import vocabulary_slices
 from workflow.lib.model.layers.nf4_linear import NF4Linear, nf4_linears
+from workflow.lib.model.loss.vocabulary_slices import vocabulary_slices
 from workflow.lib.model.nf4_model import (
     checkpoint_name,
     local,

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from workflow.lib.kernels.op import DECISION, Decision
-from workflow.lib.model.architecture.vocabulary_slices import vocabulary_slices
+from workflow.lib.model.loss.vocabulary_slices import vocabulary_slices
 from workflow.lib.system.environment import LAUNCHER_VARIABLE
 
 ValueT = TypeVar("ValueT")

@@ -12,7 +12,7 @@ from workflow.lib.kernels.attention.attention_choice import (
     VARLEN,
 )
 from workflow.lib.kernels.attention.document_lengths import LengthGroup
-from workflow.lib.model.architecture.vocabulary_slices import vocabulary_slices
+from workflow.lib.model.loss.vocabulary_slices import vocabulary_slices
 from workflow.lib.settings.objectives import NEEDS, ObjectiveName
 from workflow.lib.system.dtype_choice import (
     COMPUTE_DTYPE,

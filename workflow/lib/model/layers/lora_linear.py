@@ -20,8 +20,8 @@ from workflow.lib.kernels.rows.dropout import Draw
 from workflow.lib.model.layers.adapter_dropout import AdapterDropout, AdapterState
 from workflow.lib.model.layers.dora import Magnitude, direction_norms
 from workflow.lib.model.layers.frozen_matmul import frozen_linear
+from workflow.lib.model.layers.lora_matmul import nf4_lora_matmul, nf4_lora_matmuls
 from workflow.lib.model.layers.nf4_linear import NF4Linear
-from workflow.lib.model.layers.nf4_lora_matmul import nf4_lora_matmul, nf4_lora_matmuls
 
 ADAPTER = "default"  # PEFT's name of the only adapter; it does not appear in exported files
 

@@ -21,8 +21,8 @@ from workflow.lib.kernels.loss.head_matmul import (
     states_gradient,
     with_aligned_rows,
 )
-from workflow.lib.model.architecture.vocabulary_slices import GRADIENT_ROWS, chunk_rows
 from workflow.lib.model.loss.outcomes import Outcomes
+from workflow.lib.model.loss.vocabulary_slices import GRADIENT_ROWS, chunk_rows
 from workflow.lib.model.trained_modules import ROWS, trained_parts
 from workflow.lib.objectives.objective import Teacher
 

@@ -12,7 +12,7 @@ from tests.support.rounding import lost
 from workflow.lib.kernels.rows.dropout import Draw, dropped
 from workflow.lib.model.layers.adapter_dropout import row_keys
 from workflow.lib.model.layers.fused_norm import FusedNorm
-from workflow.lib.model.layers.nf4_lora_matmul import nf4_lora_matmul, nf4_lora_matmuls
+from workflow.lib.model.layers.lora_matmul import nf4_lora_matmul, nf4_lora_matmuls
 
 KEYS = torch.tensor(row_keys(0, step=1, rows=[2, 3]))
 KINDS = ("dropout", "dora", "both")
