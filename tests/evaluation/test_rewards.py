@@ -16,6 +16,7 @@ from workflow.lib.evaluation.rewards import (
 from workflow.lib.objectives.from_settings import objective_of
 from workflow.lib.scores.store import Scores
 from workflow.lib.settings.config import DistillConfig, EvaluateConfig, PreferencesConfig
+from workflow.lib.settings.forms import TRAINED
 
 SETTINGS = EvaluateConfig(tasks=())
 LENGTH = 5
@@ -76,7 +77,7 @@ def test_measured_start_is_the_reference():
     asked = Preferences.of(
         pairs_store(), objective, None, settings=SETTINGS, measured_reference="base"
     )
-    assert asked.subjects == ("base", "tuned", "tuned_on_original", "merged")
+    assert asked.subjects == ("base", *TRAINED)
     base = {number: (-total, 2) for number, total in REFERENCE.items()}
     stored = preferences("dpo", scores=reference_scores(), beta=0.5)
     assert asked.with_reference(base).margins(LOSSES) == stored.margins(LOSSES)

@@ -17,10 +17,10 @@ from workflow.lib.evaluation.model_server import BASE
 from workflow.lib.evaluation.sample_answers import Prompt
 from workflow.lib.evaluation.served_checks import (
     ADAPTER,
-    Asked,
     Comparison,
-    Known,
-    Said,
+    Reference,
+    ServerQuestions,
+    ServerResults,
     ask,
     check_prompts,
 )
@@ -72,20 +72,20 @@ def folder(tmp_path_factory):
     return folder
 
 
-ASKED = Asked(DOCUMENTS, [Prompt(4, [3, 4, 5, 6], [7])], [2], most=3)
+ASKED = ServerQuestions(DOCUMENTS, [Prompt(4, [3, 4, 5, 6], [7])], [2], most=3)
 
 
 def known_of(losses):
     found = {n: (losses[n], int(mask.sum())) for n, (_, mask) in DOCUMENTS.items()}
-    return Known(found, ["8 9"])
+    return Reference(found, ["8 9"])
 
 
 def compared(folder, **server):
-    """Return what a server said, beside PEFT."""
+    """Return what a server says, beside PEFT."""
     served: Any = Served(folder, **server)
-    known = known_of(dict.fromkeys(DOCUMENTS, 0.0))
-    said = ask(served, ASKED, served=ADAPTER)
-    comparison = Comparison("vLLM 9", ASKED, known, said, bound=BOUND)
+    reference = known_of(dict.fromkeys(DOCUMENTS, 0.0))
+    results = ask(served, ASKED, served=ADAPTER)
+    comparison = Comparison("vLLM 9", ASKED, reference, results, bound=BOUND)
     return comparison, PeftModel.from_pretrained(random_llama(), str(folder / "adapter"))
 
 
@@ -117,8 +117,8 @@ def test_ignored_adapter_is_noticed_under_a_bound_that_is_wider_than_its_effect(
 
 
 def comparison_of(served, evaluated, **how):
-    said = Said(served, np.zeros(0), None, [[8, 9, 2]])
-    return Comparison("vLLM 9", ASKED, known_of(evaluated), said, bound=0.01, **how)
+    results = ServerResults(served, np.zeros(0), None, [[8, 9, 2]])
+    return Comparison("vLLM 9", ASKED, known_of(evaluated), results, bound=0.01, **how)
 
 
 def test_losses_within_the_bound_are_recorded():
@@ -149,10 +149,10 @@ def test_mean_loss_beyond_the_bound_is_refused(wrong):
 @pytest.mark.parametrize("rounded", [False, True])
 def test_rounding_of_the_base_is_no_fault_of_the_adapter(folder, rounded):
     comparison, model = compared(folder)
-    said = comparison.said
-    noise = np.random.default_rng(0).normal(0.0, 3 * BOUND, size=said.log_p.size)
-    said = replace(said, log_p=said.log_p + noise, log_p_base=said.log_p_base + noise)
-    off = replace(comparison, said=said, rounded=rounded)
+    results = comparison.results
+    noise = np.random.default_rng(0).normal(0.0, 3 * BOUND, size=results.log_p.size)
+    results = replace(results, log_p=results.log_p + noise, log_p_base=results.log_p_base + noise)
+    off = replace(comparison, results=results, rounded=rounded)
     if rounded:
         assert off.adapter_effect(model).difference > 2 * BOUND
     else:

@@ -29,9 +29,9 @@ from workflow.lib.evaluation.model_server import running
 from workflow.lib.evaluation.sample_answers import choose_prompts
 from workflow.lib.evaluation.served_checks import (
     ADAPTER,
-    Asked,
     Comparison,
-    Known,
+    Reference,
+    ServerQuestions,
     ask,
     check_prompts,
     log_p,
@@ -83,22 +83,22 @@ def test_adapter_and_template_that_vllm_serves_otherwise_are_noticed(exported, t
     documents = TokenStore.open(exported / "tokens").heldout_documents()
     prompts = choose_prompts(documents, [0], count=1, seed=0)
     how = {"prompts": prompts, "folder": exported / "adapter", "most": 6}
-    asked = Asked.of(documents, range(len(documents)), **how)
+    questions = ServerQuestions.of(documents, range(len(documents)), **how)
     partial = shutil.copytree(exported / "adapter", tmp_path / "partial")
     tensors = load_file(partial / "adapter_model.safetensors")
     zeroed = {name: tensor * (".mlp." not in name) for name, tensor in tensors.items()}
     save_file(zeroed, partial / "adapter_model.safetensors", metadata={"format": "pt"})
     other = shutil.copytree(exported / "adapter", tmp_path / "other")
     (other / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-    options = {"dtype": "float32", "max_tokens": asked.longest, "max_lora_rank": 8, "gpus": 0}
+    options = {"dtype": "float32", "max_tokens": questions.longest, "max_lora_rank": 8, "gpus": 0}
     start = VllmStart(Path(SERVING), exported / "model", tokenizer=other, **options)
     with running(VllmServer, start) as server:
         server.load_adapter(ADAPTER, partial)
-        said = ask(server, asked, served=ADAPTER)
+        results = ask(server, questions, served=ADAPTER)
         probes = read_record(exported / "tokens" / "manifest.json", ConversationFacts).probes
         with pytest.raises(UserError, match=r"vLLM writes a conversation .* and Transformers as"):
             check_prompts(server, load_tokenizer(exported / "adapter"), probes)
-    comparison = Comparison("vLLM", asked, Known.of(found, asked), said, bound=1e-3)
+    comparison = Comparison("vLLM", questions, Reference.of(found, questions), results, bound=1e-3)
     with pytest.raises(UserError, match=r"gives held-out tokens .* serves another model"):
         comparison.worst_document()
     model = stock(exported, "tuned_on_original")

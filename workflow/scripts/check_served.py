@@ -34,9 +34,9 @@ from workflow.lib.evaluation.questions import Model
 from workflow.lib.evaluation.sample_answers import choose_prompts
 from workflow.lib.evaluation.served_checks import (
     ADAPTER,
-    Asked,
     Comparison,
-    Known,
+    Reference,
+    ServerQuestions,
     ask,
     check_prompts,
 )
@@ -64,36 +64,36 @@ def main(args: argparse.Namespace) -> None:
         ]
     )
     evaluation = read_record(args.evaluation / f"{served.name}.json", Evaluation)
-    asked = questions(args, evaluation, served.exported)
-    trial = (in_gguf if args.gguf else in_vllm)(args, served, asked)
+    questions = server_questions(args, evaluation, served.exported)
+    trial = (in_gguf if args.gguf else in_vllm)(args, served, questions)
     with running(trial.kind, trial.start) as server:
-        known_as = f"{server.name} {server.version}"
-        logger.info("%s serves %s in %s", known_as, FORMS[served.name].label, trial.dtype)
+        server_name = f"{server.name} {server.version}"
+        logger.info("%s serves %s in %s", server_name, FORMS[served.name].label, trial.dtype)
         if isinstance(server, VllmServer) and served.adapter is not None:
             server.load_adapter(ADAPTER, served.adapter.folder, on_experts=trial.on_experts)
         tokenizer = load_tokenizer(served.exported)
         check_conversations(served.exported, probes(args.tokens))
         prompts = check_prompts(server, tokenizer, probes(args.tokens))
-        said = ask(server, asked, served=BASE if served.adapter is None else ADAPTER)
-    known = Known.of(evaluation, asked)
+        results = ask(server, questions, served=BASE if served.adapter is None else ADAPTER)
+    reference = Reference.of(evaluation, questions)
     bounds: Any = {"bound": trial.bound, "rounded": args.gguf is not None}
-    comparison = Comparison(known_as, asked, known, said, **bounds)
+    comparison = Comparison(server_name, questions, reference, results, **bounds)
     worst = comparison.worst_document()
     model = loaded(args, served)
     check = ServedCheck(
-        server=known_as,
+        server=server_name,
         subject=served.name,
         compute_dtype=trial.dtype,
         max_lora_rank=trial.max_lora_rank,
-        documents=len(said.losses),
+        documents=len(results.losses),
         loss=comparison.loss,
-        evaluated_loss=known.loss,
-        trained_loss=trained_loss(args.evaluation / "tuned.json", asked),
+        evaluated_loss=reference.loss,
+        trained_loss=trained_loss(args.evaluation / "tuned.json", questions),
         bound=comparison.bound,
         worst_document=worst,
         prompts=prompts,
         adapter=comparison.adapter_effect(model),
-        answers=len(said.answers),
+        answers=len(results.answers),
         equal_answers=comparison.equal_answers(tokenizer),
         answer_gap=comparison.answer_gap(model),
         provenance=Provenance.now(),
@@ -131,11 +131,13 @@ class Trial:
     on_experts: bool = False  # an adapter with a part for each expert
 
 
-def questions(args: argparse.Namespace, evaluation: Evaluation, exported: Path) -> Asked:
+def server_questions(
+    args: argparse.Namespace, evaluation: Evaluation, exported: Path
+) -> ServerQuestions:
     documents = TokenStore.open(args.tokens).heldout_documents()
     assert evaluation.heldout is not None, "export.serve needs evaluate.heldout"
     numbers = [sample.document for sample in evaluation.samples]
-    return Asked.of(
+    return ServerQuestions.of(
         documents,
         [found.document for found in evaluation.heldout.per_document],
         prompts=choose_prompts(documents, numbers, count=len(numbers), seed=0),
@@ -145,16 +147,16 @@ def questions(args: argparse.Namespace, evaluation: Evaluation, exported: Path) 
     )
 
 
-def in_gguf(args: argparse.Namespace, served: ServedModel, asked: Asked) -> Trial:
+def in_gguf(args: argparse.Namespace, served: ServedModel, questions: ServerQuestions) -> Trial:
     check_files(listed_files(args.gguf))
     files = read_record(args.gguf / "gguf.json", GgufChecks).files
     file = next(file for file in files if file.form == FORMS[served.name].gguf)
     adapter = args.gguf / file.adapter if file.adapter else None
-    start = LlamaCppStart(args.gguf / file.file, adapter, asked.longest, "export.serve")
+    start = LlamaCppStart(args.gguf / file.file, adapter, questions.longest, "export.serve")
     return Trial(LlamaCppServer, start, file.format, BOUNDS[file.format])
 
 
-def in_vllm(args: argparse.Namespace, served: ServedModel, asked: Asked) -> Trial:
+def in_vllm(args: argparse.Namespace, served: ServedModel, questions: ServerQuestions) -> Trial:
     parity = read_record(args.parity, Parity)
     adapter = served.adapter
     rank = None if adapter is None else rank_slots(adapter.config)
@@ -164,7 +166,7 @@ def in_vllm(args: argparse.Namespace, served: ServedModel, asked: Asked) -> Tria
         model=served.weights.folder,
         tokenizer=served.exported,
         dtype=parity.compute_dtype,
-        max_tokens=asked.longest,
+        max_tokens=questions.longest,
         max_lora_rank=rank,
         on_experts=on_experts,
         gpus=len(visible_gpus()) if choose_device().type == "cuda" else 0,
@@ -183,9 +185,9 @@ def loaded(args: argparse.Namespace, served: ServedModel) -> Model:
     return Loading(options, shards=None).model(served.weights, served.adapter)
 
 
-def trained_loss(path: Path, asked: Asked) -> float | None:
+def trained_loss(path: Path, questions: ServerQuestions) -> float | None:
     """Return the loss of the adapter on the base of its training, if the evaluation measured it."""
-    return Known.of(read_record(path, Evaluation), asked).loss if path.is_file() else None
+    return Reference.of(read_record(path, Evaluation), questions).loss if path.is_file() else None
 
 
 if __name__ == "__main__":

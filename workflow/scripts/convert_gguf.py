@@ -35,9 +35,9 @@ from workflow.lib.evaluation.model_server import BASE, running
 from workflow.lib.evaluation.sample_answers import choose_prompts
 from workflow.lib.evaluation.served_checks import (
     ADAPTER,
-    Asked,
     Comparison,
-    Known,
+    Reference,
+    ServerQuestions,
     ask,
     check_prompts,
 )
@@ -116,19 +116,21 @@ def checked(served: Served, probes: Sequence[Probe], *, tokens: Path) -> list[Gg
     """Return the comparisons of a form's files with it in Transformers, which is loaded after
     llama.cpp has ended."""
     tokenizer = load_tokenizer(served.source.tokenizer)
-    asked = questions(served, tokens)
-    said, prompts = {}, 0
+    questions = server_questions(served, tokens)
+    results, prompts = {}, 0
     for name, path in served.files.items():
-        start = LlamaCppStart(path, served.adapter_file, asked.longest, "export.gguf")
+        start = LlamaCppStart(path, served.adapter_file, questions.longest, "export.gguf")
         with running(LlamaCppServer, start) as server:
             prompts = check_prompts(server, tokenizer, probes)
-            said[name] = ask(server, asked, served=BASE if served.adapter is None else ADAPTER)
+            results[name] = ask(
+                server, questions, served=BASE if served.adapter is None else ADAPTER
+            )
     model = served.load()
-    known = Known.by(model, tokenizer, asked)
+    reference = Reference.by(model, tokenizer, questions)
     found = []
     for name, path in served.files.items():
         bounds: Any = {"bound": BOUNDS[name], "rounded": True, "setting": f"export.gguf = {name}"}
-        comparison = Comparison(LlamaCppServer.name, asked, known, said[name], **bounds)
+        comparison = Comparison(LlamaCppServer.name, questions, reference, results[name], **bounds)
         comparison.worst_document()
         comparison.adapter_effect(model)
         comparison.answer_gap(model)
@@ -142,10 +144,10 @@ def checked(served: Served, probes: Sequence[Probe], *, tokens: Path) -> list[Gg
             adapter_bytes=None if adapter is None else adapter.stat().st_size,
             prompts=prompts,
             loss=comparison.loss,
-            reference_loss=known.loss,
+            reference_loss=reference.loss,
             bound=comparison.bound,
-            tokens=known.tokens,
-            answers=len(known.answers),
+            tokens=reference.tokens,
+            answers=len(reference.answers),
             equal_answers=comparison.equal_answers(tokenizer),
         )
         log_result(file)
@@ -153,12 +155,12 @@ def checked(served: Served, probes: Sequence[Probe], *, tokens: Path) -> list[Gg
     return found
 
 
-def questions(served: Served, tokens: Path) -> Asked:
+def server_questions(served: Served, tokens: Path) -> ServerQuestions:
     documents = TokenStore.open(tokens).heldout_documents()
     chosen = choose_documents(documents, at_most=DOCUMENTS, seed=SEED)
     prompts = choose_prompts(documents, chosen, count=PROMPTS, seed=SEED)
     how: Any = {"folder": served.source.tokenizer, "most": NEW_TOKENS, "tokens": POSITIONS}
-    return Asked.of(documents, chosen, prompts=prompts, **how)
+    return ServerQuestions.of(documents, chosen, prompts=prompts, **how)
 
 
 def log_result(file: GgufFile) -> None:

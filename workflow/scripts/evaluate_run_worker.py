@@ -28,9 +28,9 @@ from workflow.lib.evaluation.questions import (
     Measurement,
     Questions,
     Subject,
-    asked_of,
     measure,
     parts,
+    parts_of,
     prepare,
 )
 from workflow.lib.evaluation.results import (
@@ -228,8 +228,8 @@ def measure_all(
             if model.streamed
             else "",
             ", ".join(new) or "nothing",
-            len(asked_of(model, question_parts)) - len(new),
-            len(asked_of(model, question_parts)),
+            len(parts_of(model, question_parts)) - len(new),
+            len(parts_of(model, question_parts)),
         )
     return measured
 

@@ -226,7 +226,7 @@ class Items(Record):
 
     @property
     def overlap_counts(self) -> dict[str, TaskOverlap]:
-        """The number of a task's items in training rows, by task; shares as in `task_overlap`'s
+        """The number of a task's items in training rows, by task; shares as in `task_scores`'s
         source (Llama 2: not clean, dirty)."""
         return {
             task: TaskOverlap(

@@ -28,8 +28,8 @@ def fitting_batch_size(
     power of two that should fit. keeps_cache: generation, which keeps keys and values."""
     if setting != "auto":
         return int(setting)
-    of_one = tokens * token_bytes(config, keeps_cache=keeps_cache)
-    fitting = int(USABLE_SHARE[device.type] * free_bytes(device)) // of_one
+    row_bytes = tokens * token_bytes(config, keeps_cache=keeps_cache)
+    fitting = int(USABLE_SHARE[device.type] * free_bytes(device)) // row_bytes
     return max(1, min(LARGEST[device.type], 1 << max(0, fitting.bit_length() - 1)))
 
 

@@ -61,8 +61,8 @@ class Conversation:
         """Return the model's answer to a user's turn, and keep both; an answer that is interrupted
         or fails leaves the turns as they were. streamer: gets the tokens as they are made. Raises
         `UserError` if the conversation leaves no room in the model's context."""
-        asked = [*self.turns, {"role": "user", "content": text}]
-        ids = self._ids(asked, text).to(self.model.device)
+        turns = [*self.turns, {"role": "user", "content": text}]
+        ids = self._ids(turns, text).to(self.model.device)
         output = self.model.generate(  # type: ignore[operator]
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
@@ -71,7 +71,7 @@ class Conversation:
         )
         made = str(self.tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True))
         if self.tokenizer.chat_template is not None:
-            self.turns = [*asked, {"role": "assistant", "content": made}]
+            self.turns = [*turns, {"role": "assistant", "content": made}]
         return made
 
     def _ids(self, turns: list[dict[str, str]], text: str) -> torch.Tensor:

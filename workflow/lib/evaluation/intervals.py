@@ -113,8 +113,8 @@ def mean(values: npt.ArrayLike) -> Estimate:
     units = np.asarray(values, dtype=np.float64)
     if not np.isin(units, (0.0, 1.0)).all():
         return signed_ratio(units, np.ones(len(units)))
-    found = binomtest(int(units.sum()), len(units), 0.5)
-    return Estimate(float(units.mean()), _exact_interval(found), float(found.pvalue))
+    test = binomtest(int(units.sum()), len(units), 0.5)
+    return Estimate(float(units.mean()), _exact_interval(test), float(test.pvalue))
 
 
 def mean_gain(before: npt.ArrayLike, after: npt.ArrayLike) -> Estimate:
@@ -142,6 +142,6 @@ def _paired_shares(gained: int, lost: int, units: int) -> Estimate:
     return Estimate(value, ends, float(test.pvalue))
 
 
-def _exact_interval(found: object) -> Interval:
-    ends = found.proportion_ci(1 - LEVEL, method="exact")  # type: ignore[attr-defined]
+def _exact_interval(test: object) -> Interval:
+    ends = test.proportion_ci(1 - LEVEL, method="exact")  # type: ignore[attr-defined]
     return float(ends.low), float(ends.high)

@@ -67,14 +67,14 @@ class LlamaCppStart:
                 f"server. Run pip install -r {shipped_path('envs/gguf.txt')}, or leave out "
                 f"{self.setting}."
             )
-        asked = {
+        settings = {
             "model": str(self.model),
             "adapters": [] if self.adapter is None else [str(self.adapter)],
             "address": str(address),
             "tokens": max(512, self.max_tokens),
             "threads": threads_of_job(),
         }
-        return [sys.executable, "-c", PROGRAM, json.dumps(asked)]
+        return [sys.executable, "-c", PROGRAM, json.dumps(settings)]
 
 
 class LlamaCppServer(ModelServer):
@@ -106,16 +106,18 @@ class LlamaCppServer(ModelServer):
         return list(self.ask("POST", "/tokenize", content=text, **how)["tokens"])
 
     def log_probabilities(
-        self, ids: Sequence[int], places: Sequence[int], *, model: str
+        self, ids: Sequence[int], positions: Sequence[int], *, model: str
     ) -> list[float]:
-        return [self._log_probability(ids[:place], ids[place], model) for place in places]
+        return [
+            self._log_probability(ids[:position], ids[position], model) for position in positions
+        ]
 
     def _log_probability(self, prompt: Sequence[int], target: int, model: str) -> float:
         """Return log p of `target` after a prompt. If the written token is part of a character, the
         server (of 2026-10) returns nothing: then a letter is written, and the target is searched
         among all tokens."""
-        if found := self._probabilities(prompt, model, written=target, count=1):
-            return float(found["logprob"])
+        if entry := self._probabilities(prompt, model, written=target, count=1):
+            return float(entry["logprob"])
         candidates = self._probabilities(
             prompt, model, written=self._letter, count=self._vocab_size
         )
@@ -129,8 +131,8 @@ class LlamaCppServer(ModelServer):
         nothing if that token is part of a character. A bias forces the token, and the probabilities
         are those before the bias."""
         how = {"max_tokens": 1, "logprobs": count, "logit_bias": [[written, BIAS]]}
-        found = self._continued("/v1/completions", prompt, model, **how)["choices"][0]
-        entries: list[dict[str, Any]] = (found.get("logprobs") or {}).get("content") or [{}]
+        choice = self._continued("/v1/completions", prompt, model, **how)["choices"][0]
+        entries: list[dict[str, Any]] = (choice.get("logprobs") or {}).get("content") or [{}]
         return entries[0]
 
     def answer(
@@ -138,7 +140,7 @@ class LlamaCppServer(ModelServer):
     ) -> list[int]:
         how = {"n_predict": most, "return_tokens": True}  # its OpenAI form returns no ids
         tokens: list[int] = self._continued("/completion", prompt, model, **how)["tokens"]
-        ends = [place for place, token in enumerate(tokens, 1) if token in stop_ids]
+        ends = [position for position, token in enumerate(tokens, 1) if token in stop_ids]
         return tokens[: ends[0]] if ends else tokens
 
     def _continued(

@@ -95,8 +95,8 @@ class SharingHFLM(HFLM):  # type: ignore[misc]
         return rotated_alike(self.model.config, tokens)
 
     def _generated_alike(self, request: Any) -> tuple[int, ...]:
-        prompt, asked = request.args
-        new_tokens: int = normalize_gen_kwargs(asked, self.max_gen_toks)["max_gen_toks"]
+        prompt, gen_kwargs = request.args
+        new_tokens: int = normalize_gen_kwargs(gen_kwargs, self.max_gen_toks)["max_gen_toks"]
         tokens = min(len(self.tok_encode(prompt)), self.max_length - new_tokens)
         return rotated_alike(self.model.config, tokens, new_tokens=new_tokens)
 

@@ -172,14 +172,14 @@ def _with_data(name: str, manager: TaskManager) -> str | dict[str, Any]:
     files = options.get("data_files")
     if not isinstance(files, dict) or not entry.yaml_path:
         return name
-    found = {split: _found(entry.yaml_path, file) for split, file in files.items()}
-    if found == files:
+    paths = {split: _data_file(entry.yaml_path, file) for split, file in files.items()}
+    if paths == files:
         return name
     definition: dict[str, Any] = load_yaml(entry.yaml_path)
-    return definition | {"dataset_kwargs": options | {"data_files": found}}
+    return definition | {"dataset_kwargs": options | {"data_files": paths}}
 
 
-def _found(task: Path, file: Any) -> Any:
+def _data_file(task: Path, file: Any) -> Any:
     """Return a data file itself, or its path in the nearest folder above the task's file."""
     if not isinstance(file, str) or Path(file).exists():
         return file
@@ -269,8 +269,8 @@ def _items(samples: dict[str, list[dict[str, Any]]], tasks: dict[str, Any]) -> M
             item = (int(row["doc_id"]), row["doc_hash"], row["prompt_hash"])
             for metric in means.intersection(row["metrics"]):
                 if _is_finite(row[metric]):
-                    of_metric = items.setdefault((name, _metric_name(metric, row["filter"])), {})
-                    of_metric[item] = float(row[metric])
+                    values = items.setdefault((name, _metric_name(metric, row["filter"])), {})
+                    values[item] = float(row[metric])
     return items
 
 

@@ -73,9 +73,9 @@ class ModelServer(ABC):
 
     @abstractmethod
     def log_probabilities(
-        self, ids: Sequence[int], places: Sequence[int], *, model: str
+        self, ids: Sequence[int], positions: Sequence[int], *, model: str
     ) -> list[float]:
-        """Return log p, nats, of the tokens at these places, after those before them."""
+        """Return log p, nats, of the tokens at these positions, after those before them."""
 
     @abstractmethod
     def answer(

@@ -308,14 +308,14 @@ def _task(name: str, questions: Questions, *, world: World | None) -> Part:
     return Part(f"task-{name}", facts, compute)
 
 
-def asked_of(subject: Subject, asked: Sequence[Part]) -> list[Part]:
-    parts = [part for part in asked if subject.name in part.subjects]
-    return [part for part in parts if part.name in STREAMED or not subject.streamed]
+def parts_of(subject: Subject, parts: Sequence[Part]) -> list[Part]:
+    own = [part for part in parts if subject.name in part.subjects]
+    return [part for part in own if part.name in STREAMED or not subject.streamed]
 
 
 def measure(
     subject: Subject,
-    asked: Sequence[Part],
+    parts: Sequence[Part],
     *,
     archive: Archive,
     machine: dict[str, Any],
@@ -324,11 +324,11 @@ def measure(
     """Return the subject's answers, and the parts measured now: it is opened only if one is not
     archived. machine: types, attention, versions. Collective: the main process has the files."""
     is_main = world is None or world.is_main
-    asked = asked_of(subject, asked)
+    parts = parts_of(subject, parts)
     values = agreed(
         {
             part.name: archive.find(subject.key, part.name, machine | part.facts)
-            for part in asked
+            for part in parts
             if is_main
         },
         world=world,
@@ -336,7 +336,7 @@ def measure(
     missing = [name for name, value in values.items() if value is None]
     if missing:
         with subject.opened() as model:
-            for part in (part for part in asked if part.name in missing):
+            for part in (part for part in parts if part.name in missing):
                 value = part.compute(model)
                 if part.name in LOSSES:
                     _check_finite(value, subject=subject.name)

@@ -30,12 +30,13 @@ from workflow.lib.evaluation.rewards import (
     rewards_difference,
     rewards_record,
 )
-from workflow.lib.evaluation.task_overlap import Array, overlap_shares
 from workflow.lib.evaluation.task_scores import (
+    Array,
     Loss,
     by_source,
     difference_fields,
     loss_fields,
+    overlap_shares,
     task_differences,
     text_difference_fields,
 )
@@ -283,7 +284,7 @@ def items_of(
     subjects = {
         name: SubjectItems(
             losses=_per_document(measured[name], public),
-            tasks=[TaskItems(**found) for found in measured[name].tasks.to_json()["items"]],
+            tasks=[TaskItems(**entry) for entry in measured[name].tasks.to_json()["items"]],
         )
         for name in SUBJECTS
         if name in measured
@@ -378,13 +379,13 @@ def _objective_lines(measured: Evaluation) -> list[str]:
     ]
 
 
-def _reward_lines(found: Evaluation) -> list[str]:
-    if (rewards := found.rewards) is None:
+def _reward_lines(measured: Evaluation) -> list[str]:
+    if (rewards := measured.rewards) is None:
         return []
     ratio, ci95 = rewards.chosen_log_ratio, rewards.chosen_log_ratio_ci95
     moved = "" if ratio is None else f"; log p - log p_ref of a token {_signed(ratio, ci95, None)}"
     return [
-        f"rewards of {FORMS[found.subject].label} on {rewards.examples} held-out {rewards.of}: "
+        f"rewards of {FORMS[measured.subject].label} on {rewards.examples} held-out {rewards.of}: "
         f"{rewards.accuracy:.1%} right ({_interval(rewards.accuracy_ci95)}), margin "
         f"{_signed(rewards.margin, rewards.margin_ci95, None)}{moved}"
     ]

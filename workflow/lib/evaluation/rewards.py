@@ -68,7 +68,7 @@ class Preferences:
         good = store.heldout_desirable
         reference = None
         if scores is not None:
-            both = [number + place for number in firsts for place in (0, 1)]
+            both = [number + offset for number in firsts for offset in (0, 1)]
             reference = {n: float(scores.heldout(n).log_probs.sum(dtype=float)) for n in both}
         desirable = None if good is None else [bool(good[n]) for n in firsts]
         every = store.heldout_sources()
@@ -96,7 +96,7 @@ class Preferences:
 
     @cached_property
     def others(self) -> list[int]:
-        every = {number + place for number in self.firsts for place in (0, 1)}
+        every = {number + offset for number in self.firsts for offset in (0, 1)}
         return sorted(every - set(self.losses_of))
 
     @property
@@ -119,7 +119,7 @@ class Preferences:
 
     def example_losses(self, losses: Losses) -> list[Loss]:
         """Return the objective's loss of each example, and 1."""
-        numbers = [number + place for number in self.firsts for place in (0, 1)]
+        numbers = [number + offset for number in self.firsts for offset in (0, 1)]
         answers = self._answers(numbers, losses)
         good = None if self.desirable is None else torch.tensor(self.desirable)
         sums, _ = self.objective.example_losses(
@@ -157,10 +157,10 @@ class Preferences:
     def _answers(self, numbers: Sequence[int], losses: Losses) -> pairs.Answers:
         sums, tokens = zip(*(losses[number] for number in numbers), strict=True)
         reference = self.reference
-        of_reference = None if reference is None else [reference[number] for number in numbers]
+        log_p_reference = None if reference is None else [reference[number] for number in numbers]
         return pairs.Answers(
             -torch.tensor(sums, dtype=torch.float64),
-            None if of_reference is None else torch.tensor(of_reference, dtype=torch.float64),
+            None if log_p_reference is None else torch.tensor(log_p_reference, dtype=torch.float64),
             torch.tensor(tokens, dtype=torch.float64),
         )
 

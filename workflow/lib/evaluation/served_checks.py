@@ -42,7 +42,7 @@ Numbers = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Asked:
+class ServerQuestions:
     """The questions: held-out documents by number, prompts."""
 
     documents: Mapping[int, Document]
@@ -60,16 +60,16 @@ class Asked:
         folder: Path,
         most: int,
         tokens: float = math.inf,
-    ) -> "Asked":
+    ) -> "ServerQuestions":
         """Return questions on these documents: the first ones with at most `tokens` trained tokens;
         folder: the exported one, whose settings end answers."""
-        some: dict[int, Document] = {}
+        chosen: dict[int, Document] = {}
         for number in numbers:
-            if sum(int(mask[1:].sum()) for _, mask in some.values()) >= tokens:
+            if sum(int(mask[1:].sum()) for _, mask in chosen.values()) >= tokens:
                 break
-            some[number] = documents[number]
+            chosen[number] = documents[number]
         ends = read_settings(folder / GENERATION_CONFIG)["eos_token_id"]
-        return cls(some, prompts, ends, most)
+        return cls(chosen, prompts, ends, most)
 
     @property
     def longest(self) -> int:
@@ -84,29 +84,32 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Known:
+class Reference:
     """Transformers' results: by document summed -log p and trained tokens; answers."""
 
     losses: dict[int, tuple[float, int]]
     answers: list[str]
 
     @classmethod
-    def of(cls, evaluation: Evaluation, asked: Asked) -> "Known":
+    def of(cls, evaluation: Evaluation, questions: ServerQuestions) -> "Reference":
         assert evaluation.heldout is not None, "export.serve needs evaluate.heldout"
-        found = {d.document: (d.loss_sum, d.tokens) for d in evaluation.heldout.per_document}
-        losses = {number: found[number] for number in asked.documents}
+        measured = {d.document: (d.loss_sum, d.tokens) for d in evaluation.heldout.per_document}
+        losses = {number: measured[number] for number in questions.documents}
         return cls(losses, [sample.answer for sample in evaluation.samples])
 
     @classmethod
     def by(
-        cls, model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, asked: Asked
-    ) -> "Known":
+        cls,
+        model: PreTrainedModel | PeftModel,
+        tokenizer: PreTrainedTokenizerBase,
+        questions: ServerQuestions,
+    ) -> "Reference":
         how: Any = {"batch_size": 1, "device": model.device}
-        losses = heldout_losses(model, list(asked.documents.values()), **how)
-        settings = AnswerSettings(asked.stop_ids, max_new_tokens=asked.most, batch_size=1)
-        rows = generate_answers(model, asked.prompts, settings=settings, device=model.device)
+        losses = heldout_losses(model, list(questions.documents.values()), **how)
+        settings = AnswerSettings(questions.stop_ids, max_new_tokens=questions.most, batch_size=1)
+        rows = generate_answers(model, questions.prompts, settings=settings, device=model.device)
         answers = [str(tokenizer.decode(row, skip_special_tokens=True)) for row in rows]
-        return cls(dict(zip(asked.documents, losses, strict=True)), answers)
+        return cls(dict(zip(questions.documents, losses, strict=True)), answers)
 
     @property
     def tokens(self) -> int:
@@ -119,9 +122,9 @@ class Known:
 
 
 @dataclass(frozen=True)
-class Said:
-    """A server's results: loss by document; log p of the trained tokens of `Asked.compared`, and
-    the same without the adapter, if it serves one; answers."""
+class ServerResults:
+    """A server's results: loss by document; log p of the trained tokens of
+    `ServerQuestions.compared`, and the same without the adapter, if it serves one; answers."""
 
     losses: dict[int, float]
     log_p: Numbers
@@ -131,25 +134,25 @@ class Said:
 
 def log_p_of(server: ModelServer, documents: Iterable[Document], *, model: str) -> Numbers:
     """Return log p of the trained tokens by a server, (tokens,)."""
-    found = []
+    log_probs = []
     for ids, mask in documents:
-        places = (np.flatnonzero(mask[1:]) + 1).tolist()
-        found.append(server.log_probabilities(ids.tolist(), places, model=model))
-    return np.concatenate(found)
+        positions = (np.flatnonzero(mask[1:]) + 1).tolist()
+        log_probs.append(server.log_probabilities(ids.tolist(), positions, model=model))
+    return np.concatenate(log_probs)
 
 
-def ask(server: ModelServer, asked: Asked, *, served: str) -> Said:
+def ask(server: ModelServer, questions: ServerQuestions, *, served: str) -> ServerResults:
     """Return a server's results; served: `BASE`, or the name of a loaded adapter."""
     by_document = {
         number: log_p_of(server, [document], model=served)
-        for number, document in asked.documents.items()
+        for number, document in questions.documents.items()
     }
-    how: Any = {"model": served, "most": asked.most, "stop_ids": asked.stop_ids}
-    return Said(
+    how: Any = {"model": served, "most": questions.most, "stop_ids": questions.stop_ids}
+    return ServerResults(
         losses={number: -float(log_p.sum()) for number, log_p in by_document.items()},
         log_p=np.concatenate([*by_document.values()][:EFFECT_DOCUMENTS]),
-        log_p_base=None if served == BASE else log_p_of(server, asked.compared, model=BASE),
-        answers=[server.answer(prompt.prompt, **how) for prompt in asked.prompts],
+        log_p_base=None if served == BASE else log_p_of(server, questions.compared, model=BASE),
+        answers=[server.answer(prompt.prompt, **how) for prompt in questions.prompts],
     )
 
 
@@ -159,9 +162,9 @@ class Comparison:
     if weights are rounded. A larger difference raises `UserError`."""
 
     server: str
-    asked: Asked
-    known: Known
-    said: Said
+    questions: ServerQuestions
+    reference: Reference
+    results: ServerResults
     bound: float
     rounded: bool = False
     setting: str = "export.serve"
@@ -169,21 +172,21 @@ class Comparison:
     @property
     def loss(self) -> float:
         """Nats per trained token, by the server."""
-        return sum(self.said.losses.values()) / self.known.tokens
+        return sum(self.results.losses.values()) / self.reference.tokens
 
     def worst_document(self) -> float:
         """Return the largest difference of a document's loss, nats per token."""
         apart = {
-            number: abs(self.said.losses[number] - loss) / tokens
-            for number, (loss, tokens) in self.known.losses.items()
+            number: abs(self.results.losses[number] - loss) / tokens
+            for number, (loss, tokens) in self.reference.losses.items()
         }
         beyond = {number: far for number, far in apart.items() if not far <= self.bound}  # or NaN
-        if beyond and not (self.rounded and abs(self.loss - self.known.loss) <= self.bound):
+        if beyond and not (self.rounded and abs(self.loss - self.reference.loss) <= self.bound):
             number = max(beyond, key=lambda number: beyond[number])
             raise self._other(
-                f"gives held-out tokens {self.loss:.4f} nats, Transformers {self.known.loss:.4f}; "
-                f"{len(beyond)} of {len(apart)} documents are more than {self.bound:.2g} apart, "
-                f"document {number} {beyond[number]:.2g}"
+                f"gives held-out tokens {self.loss:.4f} nats, Transformers "
+                f"{self.reference.loss:.4f}; {len(beyond)} of {len(apart)} documents are more than "
+                f"{self.bound:.2g} apart, document {number} {beyond[number]:.2g}"
             )
         return max(apart.values())
 
@@ -196,18 +199,18 @@ class Comparison:
         """Return the adapter's effect in the server and in PEFT; None for a merged model."""
         if not isinstance(model, PeftModel):
             return None
-        assert self.said.log_p_base is not None, "the server was asked without the adapter too"
+        assert self.results.log_p_base is not None, "the server was asked without the adapter too"
         with model.disable_adapter():
-            plain = log_p(model, self.asked.compared)
-        tuned = log_p(model, self.asked.compared)
-        change, served_change = tuned - plain, self.said.log_p - self.said.log_p_base
+            plain = log_p(model, self.questions.compared)
+        tuned = log_p(model, self.questions.compared)
+        change, served_change = tuned - plain, self.results.log_p - self.results.log_p_base
         effect = AdapterEffect(
             effect=_rms(change),
             served_effect=_rms(served_change),
             share=float(served_change @ change) / max(float(change @ change), TINY),
-            difference=_rms(self.said.log_p - tuned),
+            difference=_rms(self.results.log_p - tuned),
         )
-        allowed = self._allowed(_rms(self.said.log_p_base - plain))
+        allowed = self._allowed(_rms(self.results.log_p_base - plain))
         noise = allowed / max(effect.effect * len(plain) ** 0.5, TINY)  # of the share
         ignored = effect.share < LEAST_SHARE and noise < LEAST_SHARE / 2
         if ignored or not effect.difference <= allowed:
@@ -224,7 +227,7 @@ class Comparison:
         """Return the largest difference, nats, between the most likely token and the token of a
         server's answer."""
         gap = 0.0
-        for prompt, answer in zip(self.asked.prompts, self.said.answers, strict=True):
+        for prompt, answer in zip(self.questions.prompts, self.results.answers, strict=True):
             row = torch.tensor([prompt.prompt + answer], device=model.device)
             first = len(prompt.prompt)
             logits = model(input_ids=row).logits[0, first - 1 : -1].float()
@@ -232,7 +235,7 @@ class Comparison:
             gap = max([gap, *(logits.amax(-1) - written).tolist()])
         apart = 0.0
         if self.rounded:
-            apart = _rms(log_p(model, self.asked.compared) - self.said.log_p)
+            apart = _rms(log_p(model, self.questions.compared) - self.results.log_p)
         allowed = 4 * self._allowed(apart)
         if not gap <= allowed:
             raise self._other(
@@ -243,15 +246,15 @@ class Comparison:
 
     def equal_answers(self, tokenizer: PreTrainedTokenizerBase) -> int:
         """Return the number of answers with the evaluation's text."""
-        ends = set(self.asked.stop_ids)
+        ends = set(self.questions.stop_ids)
         texts = [
             tokenizer.decode([t for t in answer if t not in ends], skip_special_tokens=True)
-            for answer in self.said.answers
+            for answer in self.results.answers
         ]
-        return sum(t == answer for t, answer in zip(texts, self.known.answers, strict=True))
+        return sum(t == answer for t, answer in zip(texts, self.reference.answers, strict=True))
 
     def _other(self, what: str) -> UserError:
-        cure = "Take" if self.said.log_p_base is None else "Set export.merged to true; or take"
+        cure = "Take" if self.results.log_p_base is None else "Set export.merged to true; or take"
         if self.rounded:
             cure = "Choose a format of more bits (export.gguf), or take"
         return UserError(
@@ -267,8 +270,8 @@ def log_p(model: Model, documents: Iterable[Document]) -> Numbers:
     for ids, mask in documents:
         row = torch.from_numpy(ids.astype("int64")).to(model.device)
         logits = model(input_ids=row[None]).logits[0, :-1].float()
-        found = torch.log_softmax(logits, dim=-1).gather(-1, row[1:, None])[:, 0]
-        rows.append(found.cpu().double().numpy()[mask[1:]])
+        log_probs = torch.log_softmax(logits, dim=-1).gather(-1, row[1:, None])[:, 0]
+        rows.append(log_probs.cpu().double().numpy()[mask[1:]])
     return np.concatenate(rows)
 
 
@@ -284,19 +287,19 @@ def check_prompts(
     checked = 0
     for probe in probes:
         if probe.text is not None:
-            theirs, ours = server.text_ids(probe.text), probe.ids
+            served_ids, ids = server.text_ids(probe.text), probe.ids
         elif probe.messages is not None and _is_plain(probe):
             messages = _asking(probe.messages)
-            theirs = server.prompt_ids(messages)
-            ours = _prompt_ids(tokenizer, messages)
+            served_ids = server.prompt_ids(messages)
+            ids = _prompt_ids(tokenizer, messages)
         else:
             continue
-        if theirs != ours:
+        if served_ids != ids:
             raise UserError(
                 f"{server.setting}: {server.name} writes {probe.described} as "
-                f"{tokenizer.decode(theirs)!r}, and Transformers as {tokenizer.decode(ours)!r} (or "
-                f"the same text in other tokens). Leave out {server.setting}, or take a newer "
-                f"{server.name}."
+                f"{tokenizer.decode(served_ids)!r}, and Transformers as "
+                f"{tokenizer.decode(ids)!r} (or the same text in other tokens). Leave out "
+                f"{server.setting}, or take a newer {server.name}."
             )
         checked += 1
     return checked

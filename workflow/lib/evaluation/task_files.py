@@ -1,14 +1,17 @@
 """Task names in a folder of YAML files, and a check for code, without the harness: its libraries
-read their offline variables at import. Names as in lm_eval 0.4.13 (`tasks/_index.py`)."""
+read their offline variables at import. Names as in lm_eval 0.4.13 (`tasks/_index.py`).
+
+The harness imports the functions of `!function`, runs metrics that it does not know, and
+Transformers runs `custom_generate`. So only known keys pass, and names of the harness' own
+registries (the tests compare these tables with it)."""
 
 import difflib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from workflow.lib.evaluation.code_free_tasks import METRICS, possible_code
 from workflow.lib.settings.evaluate import MEASURED_BY, EvaluateConfig, is_loss
 from workflow.lib.settings.yaml_files import compose_yaml
 from workflow.lib.system.environment import importing
@@ -25,6 +28,71 @@ SINGLE_PROCESS = {"DISABLE_MULTIPROC": "1"}
 
 MAX_REPEATS = 1000  # the harness makes a copy of each item for each
 GROUP_KEYS = frozenset(("group", "group_alias", "task", "tag", "aggregate_metric_list", "metadata"))
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+METRICS = _words(
+    "acc acc_all acc_bytes acc_mutual_info acc_norm bits_per_byte bleu brier_score bypass "
+    "byte_perplexity chrf chrf++ exact_match f1 likelihood mcc perplexity ter word_perplexity"
+)
+AGGREGATIONS = _words(
+    "bits_per_byte bleu brier_score bypass chrf chrf++ f1 matthews_corrcoef mean median nanmean "
+    "perplexity ter weighted_perplexity"
+)
+# Without `custom`, which calls a function.
+FILTERS = _words(
+    "format_span lowercase majority_vote map multi_choice_regex regex regex_pos remove_whitespace "
+    "take_first take_first_k uppercase"
+)
+SAMPLERS = frozenset({"default", "first_n"})
+OUTPUT_TYPES = frozenset(
+    {"loglikelihood", "loglikelihood_rolling", "generate_until", "multiple_choice"}
+)
+# Without the others of the package `datasets`: some import modules named in their options.
+READERS = frozenset({"json", "csv", "parquet", "text", "arrow"})
+
+PROMPT = _words(
+    "doc_to_text doc_to_choice doc_to_target gen_prefix fewshot_delimiter target_delimiter"
+)
+TASK = PROMPT | _words(
+    "task task_alias tag group group_alias include dataset_path dataset_name dataset_kwargs "
+    "training_split validation_split test_split fewshot_split description fewshot_config "
+    "num_fewshot metric_list output_type generation_kwargs repeats filter_list "
+    "should_decontaminate doc_to_decontamination_query aggregate_metric_list metadata"
+)
+PARTS: Mapping[str, frozenset[str]] = {
+    "dataset_kwargs": _words(
+        "data_files data_dir split revision field delimiter sep names column_names header "
+        "quotechar encoding columns sample_by keep_linebreaks"
+    ),
+    "fewshot_config": PROMPT | {"sampler", "split", "fewshot_indices", "samples"},
+    "metric_list": _words(
+        "metric aggregation higher_is_better regexes_to_ignore ignore_case ignore_punctuation "
+        "ignore_numbers multi_target"
+    ),
+    "aggregate_metric_list": frozenset({"metric", "filter_list", "aggregation", "weight_by_size"}),
+    "filter_list": frozenset({"name", "filter"}),
+    "filter": _words(
+        "function regex_pattern group_select fallback ignore_case ignore_punctuation "
+        "regexes_to_ignore k mapping_dict default_value"
+    ),
+    "generation_kwargs": _words(
+        "until max_gen_toks max_new_tokens min_new_tokens max_length do_sample temperature top_k "
+        "top_p min_p typical_p repetition_penalty no_repeat_ngram_size num_beams length_penalty "
+        "early_stopping"
+    ),
+}
+NAMES: Mapping[str, frozenset[str]] = {
+    "metric_list.metric": METRICS,
+    "metric_list.aggregation": AGGREGATIONS,
+    "aggregate_metric_list.aggregation": frozenset({"mean"}),
+    "filter.function": FILTERS,
+    "fewshot_config.sampler": SAMPLERS,
+    "output_type": OUTPUT_TYPES,
+}
 
 
 def environment(settings: EvaluateConfig) -> dict[str, str]:
@@ -79,7 +147,7 @@ def _names(keys: dict[str, list[str]]) -> set[str]:
 
 def refuse_code(tasks_dir: str) -> None:
     """Raise `UserError` if a task file of the folder, or an included one, may run Python: a tag
-    such as `!function`, or a key that `code_free_tasks` does not know; or if its `repeats` are too
+    such as `!function`, or a key that `TASK` does not know; or if its `repeats` are too
     many. `lm_eval_tasks` bounds templates and regular expressions in the files."""
     waiting, seen = sorted(Path(tasks_dir).rglob("*.yaml")), set[Path]()
     while waiting:
@@ -215,9 +283,9 @@ def known_tasks(settings: EvaluateConfig) -> "TaskManager":
 
 
 def unknown_task(
-    name: str, known: Collection[str], *, settings: EvaluateConfig, version: str
+    name: str, tasks: Collection[str], *, settings: EvaluateConfig, version: str
 ) -> UserError:
-    nearest = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    nearest = difflib.get_close_matches(name, tasks, n=3, cutoff=0.5)
     folder = f"in {settings.tasks_dir} nor " if settings.tasks_dir else ""
     return setting_error(
         "evaluate.tasks",
@@ -233,27 +301,27 @@ def _members(
 ) -> dict[str, Mapping[str, Any]]:
     """Return the definition of a task; or of a group or tag and all below it, by name. index:
     definitions; tagged: the tasks of tags. A group's settings override its members'."""
-    found: dict[str, Mapping[str, Any]] = {}
+    definitions: dict[str, Mapping[str, Any]] = {}
     waiting: list[tuple[Any, dict[str, Any]]] = [(name, {})]
     while waiting:
-        one, given = waiting.pop()
+        one, settings = waiting.pop()
         if isinstance(one, Mapping):
-            one, given = one.get("group", one.get("task")), given | dict(one)
-        if str(one) in found:
+            one, settings = one.get("group", one.get("task")), settings | dict(one)
+        if str(one) in definitions:
             continue
-        definition = found[str(one)] = {**index.get(str(one), {}), **given}
+        definition = definitions[str(one)] = {**index.get(str(one), {}), **settings}
         below = {key: value for key, value in definition.items() if key not in GROUP_KEYS}
         members = definition.get("task") if "group" in definition else []
         waiting += [(m, below) for m in (members if isinstance(members, list) else [members])]
         waiting += [(task, below) for task in tagged.get(str(one), ())]
-    return found
+    return definitions
 
 
 def _check_requirement(name: str, measured: Mapping[str, Mapping[str, Any]]) -> None:
     task, _, metric = name.partition("/")
     if task not in measured:
-        known = ", ".join(sorted(measured)) or "none"
-        reason = f"{task!r} is not among the tasks that are run ({known})"
+        names = ", ".join(sorted(measured)) or "none"
+        reason = f"{task!r} is not among the tasks that are run ({names})"
         change = "Add it to evaluate.tasks, or correct the requirement"
         raise setting_error("evaluate.require", name, reason, change)
     metrics = _metrics(measured[task])
@@ -267,3 +335,47 @@ def _metrics(definition: Mapping[str, Any]) -> list[str]:
     listed = [str(entry["metric"]) for entry in definition.get("metric_list") or []]
     filters = [entry["name"] for entry in definition.get("filter_list") or []] or ["none"]
     return [metric if one == "none" else f"{metric},{one}" for metric in listed for one in filters]
+
+
+def possible_code(definition: Mapping[Any, Any]) -> Iterator[str]:
+    """Yield, in words, keys and names of a task, group or member that may run code."""
+    yield from _unknown(definition, TASK, prefix="")
+    yield from _dataset(definition.get("dataset_path"))
+    for member in _listed(definition.get("task")):
+        if isinstance(member, Mapping):
+            yield from possible_code(member)
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _unknown(section: Mapping[Any, Any], keys: frozenset[str], *, prefix: str) -> Iterator[str]:
+    for key, value in section.items():
+        if value is None or value is False:  # not used: `process_docs: null`
+            continue
+        names = NAMES.get(f"{prefix}{key}")
+        if key not in keys:
+            yield f"{prefix}{key}, which is none of the keys {', '.join(sorted(keys))}"
+        elif names is not None and (not isinstance(value, str) or value not in names):
+            yield (
+                f"{prefix}{key} = {str(value)[:80]!r}, which is none of the harness' own: "
+                f"{', '.join(sorted(names))}"
+            )
+        elif key in PARTS:
+            for entry in _listed(value):
+                if isinstance(entry, Mapping):
+                    yield from _unknown(entry, PARTS[key], prefix=f"{key}.")
+                else:
+                    yield f"{prefix}{key} = {str(entry)[:80]!r}, which is no section"
+
+
+def _dataset(path: Any) -> Iterator[str]:
+    """Names other than a reader, a hub repository or a folder are readers that may import code."""
+    if path is None or path in READERS:
+        return
+    if not isinstance(path, str) or "/" not in path or "://" in path:
+        yield (
+            f"dataset_path = {str(path)[:80]!r}, which is none of {', '.join(sorted(READERS))}, no "
+            "folder (./name) and no repository (owner/name)"
+        )

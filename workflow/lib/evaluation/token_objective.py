@@ -60,9 +60,9 @@ class TokenObjective:
         head = LogitsHead()
 
         def summed(
-            place: int, tokens: slice, logits: torch.Tensor, targets: torch.Tensor
+            index: int, tokens: slice, logits: torch.Tensor, targets: torch.Tensor
         ) -> torch.Tensor:
-            number = numbers[place]
+            number = numbers[index]
             batch = self._tokens(number, tokens, targets)
             losses = self.objective.token_losses(head, logits, batch)
             weights = torch.from_numpy(self.store.heldout_weights(number)[tokens])

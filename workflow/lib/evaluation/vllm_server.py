@@ -72,8 +72,8 @@ class VllmStart:
             options["--tensor-parallel-size"] = self.gpus
         else:
             flags.append("--enforce-eager")
-        given = [str(word) for option in options.items() for word in option]
-        return [str(self.python), "-m", MODULE, *given, *flags]
+        words = [str(word) for option in options.items() for word in option]
+        return [str(self.python), "-m", MODULE, *words, *flags]
 
 
 class VllmServer(ModelServer):
@@ -106,10 +106,10 @@ class VllmServer(ModelServer):
         return list(self.ask("POST", "/tokenize", model=BASE, **question)["tokens"])
 
     def log_probabilities(
-        self, ids: Sequence[int], places: Sequence[int], *, model: str
+        self, ids: Sequence[int], positions: Sequence[int], *, model: str
     ) -> list[float]:
-        found = self._continued(ids, model, max_tokens=1, prompt_logprobs=0)["prompt_logprobs"]
-        return [float(found[place][str(ids[place])]["logprob"]) for place in places]
+        log_probs = self._continued(ids, model, max_tokens=1, prompt_logprobs=0)["prompt_logprobs"]
+        return [float(log_probs[position][str(ids[position])]["logprob"]) for position in positions]
 
     def answer(
         self, prompt: Sequence[int], *, model: str, most: int, stop_ids: Sequence[int]

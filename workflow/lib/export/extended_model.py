@@ -66,10 +66,10 @@ def write_extended(source: Checkpoint, folder: Path, tokens: Sequence[str]) -> r
 
 
 def _add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> range:
-    known = tokenizer.get_vocab()
+    vocabulary = tokenizer.get_vocab()
     for token in tokens:
-        if token in known:
-            reason = f"the tokenizer has this token already, with the id {known[token]}"
+        if token in vocabulary:
+            reason = f"the tokenizer has this token already, with the id {vocabulary[token]}"
             raise setting_error("model.add_tokens", token, reason, "Remove it from the list")
     added = range(len(tokenizer), len(tokenizer) + len(tokens))
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in tokens])

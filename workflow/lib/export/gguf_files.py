@@ -50,9 +50,9 @@ def write_models(
     source: GgufSource, outputs: Mapping[GgufFormat, Path], *, llama_cpp: Path, threads: int
 ) -> None:
     """Write a model as GGUF in each format; raises `UserError` with the failed program's output."""
-    some = next(iter(outputs.values()))
+    output_folder = next(iter(outputs.values())).parent
     converted = [name for name in outputs if name in CONVERTED]
-    with tempfile.TemporaryDirectory(dir=some.parent, prefix=".source-") as folder:
+    with tempfile.TemporaryDirectory(dir=output_folder, prefix=".source-") as folder:
         copy = servable_copy(source, Path(folder) / "model")
         for name in converted:
             _convert(llama_cpp / CONVERTER, copy, outputs[name], outtype=name)
@@ -135,10 +135,10 @@ def servable_copy(source: GgufSource, folder: Path) -> Path:
 
 def _name_architecture(path: Path) -> None:
     config = read_settings(path) if path.is_file() else {}
-    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.get("model_type", ""))
-    if known is not None and not config.get("architectures"):
+    class_name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.get("model_type", ""))
+    if class_name is not None and not config.get("architectures"):
         path.unlink()
-        write_json(path, config | {"architectures": [known]})
+        write_json(path, config | {"architectures": [class_name]})
 
 
 def scaled_copy(adapter: Adapter, folder: Path) -> Path:
@@ -164,14 +164,14 @@ def quantize(source: Path, output: Path, *, format_name: GgufFormat, threads: in
             f"Run pip install -r {shipped_path('envs/gguf.txt')}, or name formats that need none "
             "(bf16, q8_0)."
         ) from None
-    said: list[str] = []
-    llama_cpp.set_log_callback(lambda _level, text: said.append(text))
+    log: list[str] = []
+    llama_cpp.set_log_callback(lambda _level, text: log.append(text))
     settings = llama_cpp.LlamaModelQuantizeParams()
     settings.ftype, settings.nthread = FILE_TYPES[format_name], threads
     try:
         llama_cpp.model_quantize(str(source), str(output), settings)
     except RuntimeError as error:
-        last = "\n".join("".join(said).strip().splitlines()[-QUANTIZER_LINES:])
+        last = "\n".join("".join(log).strip().splitlines()[-QUANTIZER_LINES:])
         raise UserError(
             f"export.gguf = {format_name}: llama.cpp's quantizer failed ({error}):\n{last}\n"
             "Choose another format, or leave it out."

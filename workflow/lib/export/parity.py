@@ -42,8 +42,8 @@ def trained_logits(
     with forward_only(training):
         for number, (ids, _) in enumerate(store.heldout_documents()[:DOCUMENTS]):
             row = torch.from_numpy(ids.astype("int64")).to(device)
-            places = torch.arange(len(row), device=device)
-            logits = training.logits(row[None], places[None], places[-POSITIONS:]).cpu()
+            positions = torch.arange(len(row), device=device)
+            logits = training.logits(row[None], positions[None], positions[-POSITIONS:]).cpu()
             tensors |= {f"input_ids.{number}": row.cpu(), f"logits.{number}": logits.contiguous()}
     return tensors
 

@@ -75,9 +75,9 @@ def card_text(publication: Publication) -> str:
     card.data["library_name"] = hub.library
     if card.data.get("base_model") is not None:
         card.data["base_model_relation"] = hub.relation
-    title, _, rest = card.text.strip().partition("\n")
+    title, _, body = card.text.strip().partition("\n")
     remark = f"This repository holds {hub.model}. The rest of this card is of the run that made it."
-    card.text = f"{title}\n\n{remark}\n{rest}\n"
+    card.text = f"{title}\n\n{remark}\n{body}\n"
     return str(card)
 
 
@@ -104,11 +104,11 @@ def upload(publication: Publication, *, message: str) -> str:
             "Set HF_TOKEN to a token that may write there, and repeat the command",
         ) from error
     except (TransportError, RuntimeError, OSError) as error:  # RuntimeError: of a large file
-        said = str(error.__cause__ or error).splitlines()
+        reason = str(error.__cause__ or error).splitlines()
         raise setting_error(
             "export.hub_repo",
             publication.repo_id,
-            f"the upload broke off ({said[0] if said else type(error).__name__}); nothing is "
+            f"the upload broke off ({reason[0] if reason else type(error).__name__}); nothing is "
             "visible there",
             "Repeat the command: large files that the hub has are not sent again",
         ) from error

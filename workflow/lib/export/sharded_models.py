@@ -105,16 +105,16 @@ def _on_meta(
 @torch.no_grad()
 def _load_adapter_(tuned: PeftModel, adapter: Adapter) -> None:
     params = trainable_parameters(tuned)
-    places = {adapter.names.exported(name): param for name, param in params.items()}
+    exported = {adapter.names.exported(name): param for name, param in params.items()}
     with adapter.reader() as reader:
         stored = set(reader.names())
         refuse_unmatched(
             adapter.folder,
-            missing=places.keys() - stored,
-            unexpected=stored - places.keys(),
+            missing=exported.keys() - stored,
+            unexpected=stored - exported.keys(),
             mismatched=[
-                n for n in stored & places.keys() if reader.shape(n) != tuple(places[n].shape)
+                n for n in stored & exported.keys() if reader.shape(n) != tuple(exported[n].shape)
             ],
         )
-        for name, param in places.items():
+        for name, param in exported.items():
             local(param).copy_(reader.rows(name, *local_range(param)))

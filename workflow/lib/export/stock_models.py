@@ -200,10 +200,10 @@ def load_adapter(model: PreTrainedModel, adapter: Adapter) -> PeftModel:
             f"{folder} does not fit the base model: {reason}. Name the adapter of this base, "
             "or export it again."
         ) from error
-    places = set(get_peft_model_state_dict(tuned, save_embedding_layers=False))
+    expected = set(get_peft_model_state_dict(tuned, save_embedding_layers=False))
     with adapter.reader() as reader:
         stored = {*reader.names()}
-    refuse_unmatched(folder, missing=places - stored, unexpected=stored - places)
+    refuse_unmatched(folder, missing=expected - stored, unexpected=stored - expected)
     config: Any = tuned.peft_config["default"]
     if config.trainable_token_indices:
         inner: Any = tuned.get_base_model()

@@ -96,8 +96,8 @@ def scores_of(
     """Return the scores of targets (n,) by logits (n, vocabulary or more), in fp32 by chunks.
     `rest` includes a teacher's logits beyond the vocabulary."""
     parts = [
-        _chunk_scores(some.float(), wanted, top_k, vocabulary)
-        for some, wanted in zip(
+        _chunk_scores(chunk.float(), chunk_targets, top_k, vocabulary)
+        for chunk, chunk_targets in zip(
             logits.split(CHUNK_TOKENS), targets.split(CHUNK_TOKENS), strict=True
         )
     ]
@@ -108,14 +108,17 @@ def _chunk_scores(
     logits: torch.Tensor, targets: torch.Tensor, top_k: int, vocabulary: int
 ) -> Scores:
     log_probs = logits.log_softmax(-1)
-    of_targets = log_probs.gather(1, targets[:, None])[:, 0].cpu().numpy()
+    target_log_probs = log_probs.gather(1, targets[:, None])[:, 0].cpu().numpy()
     if not top_k:
-        return Scores(of_targets)
+        return Scores(target_log_probs)
     top, ids = log_probs[:, :vocabulary].topk(top_k)
     # sum the mass of the others: 1 less the likeliest's would be lost in rounding
-    rest = log_probs.scatter(1, ids, float("-inf")).logsumexp(-1)
+    other_log_prob = log_probs.scatter(1, ids, float("-inf")).logsumexp(-1)
     return Scores(
-        of_targets, ids.cpu().numpy().astype(np.uint32), top.cpu().numpy(), rest.cpu().numpy()
+        target_log_probs,
+        ids.cpu().numpy().astype(np.uint32),
+        top.cpu().numpy(),
+        other_log_prob.cpu().numpy(),
     )
 
 
@@ -164,11 +167,11 @@ class WholeModel:
         def compute(mine: list[_Pass]) -> list[Scores]:
             # every forward of a sharded model is collective: all run equal numbers
             idle = passes[:1] * (own - len(mine)) if is_sharded(self._model) else []
-            found = []
+            scores = []
             for one in [*mine, *idle]:
-                found.append(self._forward(one))
+                scores.append(self._forward(one))
                 worked(1 / own)
-            return found[: len(mine)]
+            return scores[: len(mine)]
 
         return Scores.joined(shared_out(passes, compute, world=self._world))
 
@@ -179,16 +182,16 @@ class WholeModel:
         for row in rows:
             size = (1 + len(stack)) * max(x.input_ids.shape[1] for x in [*stack, row])
             if stack and (alone or size > min(self._most, STACKED_TOKENS)):
-                yield from self._of_stack(stack)
+                yield from self._stack_passes(stack)
                 stack = []
             stack.append(row)
-        yield from self._of_stack(stack)
+        yield from self._stack_passes(stack)
 
-    def _of_stack(self, stack: list[Row]) -> Iterator[_Pass]:
+    def _stack_passes(self, stack: list[Row]) -> Iterator[_Pass]:
         if len(stack) > 1:
             yield _Pass(stack, [row.trained for row in stack])
         else:
-            yield from (_Pass([x], [some]) for x in stack for some in x.trained.split(self._most))
+            yield from (_Pass([x], [part]) for x in stack for part in x.trained.split(self._most))
 
     # FSDP gathers into the same buffers in every mode, and inference mode would mark them.
     @torch.no_grad()
@@ -198,8 +201,8 @@ class WholeModel:
         columns = torch.cat(every).sub(1).unique()
         inputs = self._prepared.inputs(ids, positions)
         logits = kept_logits(self._model, columns, **inputs)
-        places = [torch.searchsorted(columns, trained - 1) for trained in every]
-        wanted = torch.cat([logits[row, place] for row, place in enumerate(places)])
+        indices = [torch.searchsorted(columns, trained - 1) for trained in every]
+        wanted = torch.cat([logits[row, index] for row, index in enumerate(indices)])
         targets = torch.cat([ids[row, trained] for row, trained in enumerate(every)])
         return scores_of(wanted, targets, top_k=self._top_k, vocabulary=self._vocabulary)
 

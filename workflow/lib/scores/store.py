@@ -161,9 +161,9 @@ class _ScoredSplit:
         self._nothing = nothing
 
     def of(self, items: Iterable[int]) -> Scores:
-        return Scores.joined([self._nothing, *map(self._of_one, items)])
+        return Scores.joined([self._nothing, *map(self._item_scores, items)])
 
-    def _of_one(self, item: int) -> Scores:
+    def _item_scores(self, item: int) -> Scores:
         if not 0 <= item < len(self._starts) - 1:
             raise IndexError(f"item {item} of {len(self._starts) - 1}")
         number = int(np.searchsorted(self._firsts, item, side="right")) - 1
@@ -179,8 +179,8 @@ def _opened(
     starts = np.concatenate([[0], np.cumsum(counts)])
     edges = np.cumsum([0, *(shard.count for shard in shards)])
     whole = edges[-1] == len(counts) and [s.first for s in shards] == edges[:-1].tolist()
-    found = [starts[s.first + s.count] - starts[s.first] for s in shards] if whole else []
-    if not whole or found != [shard.tokens for shard in shards]:
+    counted = [starts[s.first + s.count] - starts[s.first] for s in shards] if whole else []
+    if not whole or counted != [shard.tokens for shard in shards]:
         raise damaged(folder, MANIFEST, f"does not name all scores of {split}")
     layout = arrays_of(manifest.top_k)
     mapped = [

@@ -108,9 +108,9 @@ def through_layers(
         moved()
     for number in range(len(stream.layers)):
         with stream.loaded(number):
-            for place, batch in enumerate(batches):
-                states = hidden[place].to(batch.input_ids.device)
-                hidden[place] = stream.run(number, batch, states).cpu()
+            for index, batch in enumerate(batches):
+                states = hidden[index].to(batch.input_ids.device)
+                hidden[index] = stream.run(number, batch, states).cpu()
                 moved()
         layer_done()
     return hidden
@@ -143,15 +143,15 @@ class StreamedScorer:
             ]
             steps = len(mine) * (1 + len(self._stream.layers))
             hidden = through_layers(self._stream, batches, moved=lambda: worked(1 / steps))
-            return [self._of_row(*of) for of in zip(mine, batches, hidden, strict=True)]
+            return [self._row_scores(*item) for item in zip(mine, batches, hidden, strict=True)]
 
         return Scores.joined(shared_out(rows, compute, world=self._world))
 
-    def _of_row(self, row: Row, batch: Batch, hidden: torch.Tensor) -> Scores:
+    def _row_scores(self, row: Row, batch: Batch, hidden: torch.Tensor) -> Scores:
         states = hidden.to(self._device)
         parts = []
-        for some in row.trained.to(self._device).split(LOGITS_AT_ONCE):
-            logits = self._stream.logits(batch, states, some - 1)[0]
-            targets = batch.input_ids[0, some]
+        for trained in row.trained.to(self._device).split(LOGITS_AT_ONCE):
+            logits = self._stream.logits(batch, states, trained - 1)[0]
+            targets = batch.input_ids[0, trained]
             parts.append(scores_of(logits, targets, top_k=self._top_k, vocabulary=self._vocabulary))
         return Scores.joined(parts)

@@ -102,11 +102,11 @@ class ScoreWriter:
 
     def _check_disk(self, tokens: int) -> None:
         """Raise `UserError` if the scores of so many tokens do not fit on the disk."""
-        of_token = sum(4 * math.prod(more) for _, more in self._layout.values())
-        needed, free = tokens * of_token, shutil.disk_usage(self._folder).free
+        token_bytes = sum(4 * math.prod(more) for _, more in self._layout.values())
+        needed, free = tokens * token_bytes, shutil.disk_usage(self._folder).free
         if needed > free:
             raise UserError(
-                f"scores of {tokens} trained tokens take {needed / 2**30:.1f} GiB ({of_token} "
+                f"scores of {tokens} trained tokens take {needed / 2**30:.1f} GiB ({token_bytes} "
                 f"bytes each), and {free / 2**30:.1f} GiB are free on the disk of {self._output}. "
                 "Free the difference, or lower distill.top_k."
             )
