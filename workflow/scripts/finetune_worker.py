@@ -197,8 +197,10 @@ def train(
         for metrics in state.trainer.steps(
             first_step=first_step, num_steps=last_step, elapsed_s=journal.clock.elapsed_s
         ):
-            if told := watch.after_step(metrics.tokens / metrics.tokens_per_s, step=metrics.step):
-                logger.info("%s", told)
+            if message := watch.after_step(
+                metrics.tokens / metrics.tokens_per_s, step=metrics.step
+            ):
+                logger.info("%s", message)
             metrics = with_heldout_loss(metrics, state)
             if journal.add(metrics):
                 show(metrics.as_json())

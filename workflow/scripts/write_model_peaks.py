@@ -39,13 +39,13 @@ class Noting:
     """Passes on a recorder's results, and notes them."""
 
     def __init__(self, recorder: PlanRecorder, config: dict[str, Any]) -> None:
-        self.found: dict[str, list[Any]] = {}
+        self.noted: dict[str, list[Any]] = {}
         self._recorder, self._config = recorder, config
 
     def peaks(self, plans: Sequence[StepPlan]) -> list[Peaks]:
         made = self._recorder.peaks(plans)
         for plan, peaks in zip(plans, made, strict=True):
-            self.found[shipped_key(self._config, self._recorder.recorded_plan(plan))] = stored(
+            self.noted[shipped_key(self._config, self._recorder.recorded_plan(plan))] = stored(
                 peaks
             )
         return made
@@ -68,7 +68,7 @@ def noted(model: str, counts: Sequence[int]) -> dict[str, list[Any]]:
                 on = imagined_machine(count, BY_NAME[CARD], host_bytes=count * 64 * GIB)
                 on = replace(on, gpu_bytes=gib * GIB)
                 decide(run, shape, on, tokens, disk_free_bytes=None, record=record, estimate=True)
-    return record.found
+    return record.noted
 
 
 def main(args: argparse.Namespace) -> None:

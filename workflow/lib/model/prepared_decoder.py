@@ -135,7 +135,7 @@ class PreparedDecoder:
                 layer.documents = documents
         inputs = decoder_inputs(self.attention, input_ids, position_ids, bounds)
         if shared is not None:
-            inputs |= self._of_shared(shared, position_ids)
+            inputs |= self._shared_arguments(shared, position_ids)
         return inputs | {"position_ids": self._by_axis(inputs["position_ids"])}
 
     def sharing_obstacle(self) -> str | None:
@@ -152,7 +152,9 @@ class PreparedDecoder:
         }
         return next((words for words, holds in obstacles.items() if holds), None)
 
-    def _of_shared(self, shared: SharedPrompts, position_ids: torch.Tensor) -> dict[str, Any]:
+    def _shared_arguments(
+        self, shared: SharedPrompts, position_ids: torch.Tensor
+    ) -> dict[str, Any]:
         """Return the arguments for shared keys: gathered keys, or masks by kind of layer."""
         if self.attention == VARLEN:
             return {"shared_prompts": shared}
