@@ -33,6 +33,14 @@ EMPTY_NAMES = {
         "thing",
     ),
 }
+# What of a model on disk is asked, and the functions that tell it.
+ON_DISK = {
+    "places that read a config": "read_bounded read_config read_settings read_adapter_config "
+    "named_weights without_quantization quantization_of said_of_quantization from_pretrained",
+    "places that build a model without values": "build_config_on_meta",
+    "places that open a reader": "CheckpointReader DecodedReader ConvertedReader AdapterReader",
+    "places that make names": "ModuleNames StackNames",
+}
 
 
 @cache
@@ -66,6 +74,20 @@ def _imported(node: ast.AST) -> set[str]:
     module = str(node.module).removeprefix("workflow.lib.")
     inner = {f"{module}.{alias.name}" for alias in node.names} & modules().keys()
     return inner or {module}
+
+
+def outside_of_checkpoints(calls: str) -> list[str]:
+    """Return `file:line` of each call of these functions in `workflow/` but `lib/checkpoints/`, whose
+    objects hold what the functions return."""
+    names = {*calls.split()}
+    return [
+        f"{file.relative_to(ROOT)}:{node.lineno}"
+        for file in sorted((ROOT / "workflow").rglob("*.py"))
+        if LIBRARY / "checkpoints" not in file.parents
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func).removeprefix("AutoConfig.") in names
+    ]
 
 
 def empty_names() -> list[str]:
@@ -105,6 +127,7 @@ def figures() -> dict[str, int]:
         "share of the largest package, percent": round(100 * max(packages.values()) / whole),
         "lines of the library": whole,
         "names that say nothing": len(empty_names()),
+        **{what: len(outside_of_checkpoints(calls)) for what, calls in ON_DISK.items()},
         "lambdas in rules": sum(text.count("lambda") for text in rules()),
     }
 
@@ -122,7 +145,11 @@ def bounds() -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    print("\n".join(empty_names()))
+    print(
+        "\n".join(
+            [*empty_names(), *(x for y in ON_DISK.values() for x in outside_of_checkpoints(y))]
+        )
+    )
     for figure, value in figures().items():
         print(f"{figure}: {value:,}")
     for option in TABLE:

@@ -56,11 +56,11 @@ class Checkpoint:
     @classmethod
     def open(cls, folder: Path) -> Self:
         """Return the published model in a folder. Raises `UserError` for files that are missing,
-        broken, or not as their record says (of weights only their headers are read), a config.json
+        broken, or not as their record says (of weights the headers are read alone), a config.json
         out of bounds, and a quantization that cannot be decoded."""
         checkpoint = cls(folder)
         check_files(without_weights(checkpoint.recorded))
-        assert checkpoint.files
+        assert checkpoint.tensors
         without_quantization(checkpoint.config, checkpoint.config_path)
         return checkpoint
 
