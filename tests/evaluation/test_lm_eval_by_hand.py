@@ -22,7 +22,7 @@ from tests.support.forked_stage import forked_stage
 from tests.support.preloaded_python import SETTLED, preloaded_python
 from tests.support.tiny_export import tiny_adapter
 from workflow.lib.checkpoints.adapter import Adapter
-from workflow.lib.data.encoding.tokenizer import load_tokenizer
+from workflow.lib.checkpoints.tokenizer import load_tokenizer
 from workflow.lib.evaluation.lm_eval_tasks import load_tasks, run_tasks
 from workflow.lib.evaluation.task_files import OFFLINE, SINGLE_PROCESS
 from workflow.lib.evaluation.task_scores import TaskScores

@@ -12,7 +12,7 @@ from tests.support.tiny_export import exported_run, random_documents, tiny_adapt
 from workflow.lib.artifacts.evaluation_record import forgetting
 from workflow.lib.checkpoints.adapter import Adapter
 from workflow.lib.checkpoints.checkpoint import Checkpoint
-from workflow.lib.data.encoding.tokenizer import load_tokenizer
+from workflow.lib.checkpoints.tokenizer import load_tokenizer
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.evaluation.evaluated_models import (
     load_options,

@@ -16,9 +16,9 @@ from tests.support.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from workflow.lib.artifacts.manifest_record import ConversationFacts
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
+from workflow.lib.checkpoints.tokenizer import load_tokenizer
 from workflow.lib.data.encoding.probe_conversations import PROBE
 from workflow.lib.data.encoding.sample_encoder import SampleEncoder
-from workflow.lib.data.encoding.tokenizer import load_tokenizer
 from workflow.lib.data.tokens.manifest import chat_facts
 from workflow.lib.export.adapter_files import (
     base_reference,
@@ -258,7 +258,7 @@ def test_generation_settings_are_the_bases_with_the_end_tokens_of_the_training(
         write_json(tmp_path / "generation_config.json", settings)
     template = CHAT_TEMPLATE.replace("+ eos_token", "+ '<|user|>'")
     facts = facts_of(run / "model", template)
-    write_generation_config(tmp_path, tmp_path / "export", facts=facts)
+    write_generation_config(Checkpoint(tmp_path), tmp_path / "export", facts=facts)
     loaded = GenerationConfig.from_pretrained(tmp_path / "export")
     assert loaded.eos_token_id == ends
     assert (loaded.bos_token_id, loaded.pad_token_id) == (1, 0)

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.support.models import adapted, quantized, tiny_gemma2, tiny_llama
 from tests.support.preflight_examples import SEVEN, setup
-from workflow.lib.model.architecture.model_shape import read_config
+from workflow.lib.model.architecture.model_shape import described_config
 from workflow.lib.model.recomputation import checkpoint_activations_
 from workflow.lib.model.training_module import loss_in
 from workflow.lib.objectives.from_settings import objective_of
@@ -156,7 +156,7 @@ def test_nothing_of_a_micro_batch_is_held_after_its_backward(folders):
 
 
 def recorded(process, source, plan):
-    return process.record(read_config(source), plan, checked=False, whole=True)
+    return process.record(described_config(source), plan, checked=False, whole=True)
 
 
 def peak(tape):

@@ -17,7 +17,7 @@ from tests.support.tiny import tiny_tokenizer
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.loaded_files import loaded_tensors
 from workflow.lib.checkpoints.safetensors_reader import shard_of_tensor
-from workflow.lib.data.encoding.tokenizer import load_tokenizer
+from workflow.lib.checkpoints.tokenizer import load_tokenizer
 from workflow.lib.model.describe_model import describe_checkpoint
 from workflow.lib.system.errors import UserError
 

@@ -12,8 +12,8 @@ from tests.support.forked_stage import forked_stage, refusal_of
 from tests.support.models import tiny_llama
 from tests.support.tiny import VOCAB_SIZE, tiny_tokenizer
 from tests.system.test_checksums import recorded_as_download
+from workflow.lib.checkpoints.tokenizer import load_tokenizer
 from workflow.lib.data.encoding.safe_encoder import SafeEncoder
-from workflow.lib.data.encoding.tokenizer import load_tokenizer
 from workflow.lib.data.reading.hub_download import licence_of
 from workflow.lib.model.trained_modules import TRAINED_ROWS
 from workflow.lib.system.checksums import check_files, downloaded_files

@@ -23,7 +23,7 @@ from workflow.lib.artifacts.evaluation_record import Evaluation
 from workflow.lib.artifacts.layout import SERVING
 from workflow.lib.artifacts.manifest_record import ConversationFacts
 from workflow.lib.artifacts.read_records import read_record
-from workflow.lib.data.encoding.tokenizer import load_tokenizer
+from workflow.lib.checkpoints.tokenizer import load_tokenizer
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.evaluation.model_server import running
 from workflow.lib.evaluation.sample_answers import choose_prompts

@@ -14,8 +14,8 @@ from tests.support.plans import make_forecast, make_plan
 from tests.support.shared import made_once
 from tests.support.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from tests.support.token_arrays import token_arrays
+from workflow.lib.checkpoints.tokenizer import load_tokenizer
 from workflow.lib.data.encoding.sample_encoder import SampleEncoder
-from workflow.lib.data.encoding.tokenizer import load_tokenizer
 from workflow.lib.data.tokens.manifest import chat_facts, tokenizer_facts
 from workflow.lib.data.tokens.token_store import ARRAYS
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig

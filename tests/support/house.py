@@ -33,10 +33,10 @@ EMPTY_NAMES = {
         "thing",
     ),
 }
-# What of a model on disk is asked, and the functions that tell it.
+# Functions that ask a folder what `Checkpoint` and `Adapter` know.
 ON_DISK = {
-    "places that read a config": "read_bounded read_config read_settings read_adapter_config "
-    "named_weights without_quantization quantization_of said_of_quantization from_pretrained",
+    "places that read a config": "read_bounded read_config named_weights without_quantization "
+    "quantization_of said_of_quantization read_adapter_config AutoConfig.from_pretrained",
     "places that build a model without values": "build_config_on_meta",
     "places that open a reader": "CheckpointReader DecodedReader ConvertedReader AdapterReader",
     "places that make names": "ModuleNames StackNames",
@@ -77,16 +77,15 @@ def _imported(node: ast.AST) -> set[str]:
 
 
 def outside_of_checkpoints(calls: str) -> list[str]:
-    """Return `file:line` of each call of these functions in `workflow/` but `lib/checkpoints/`, whose
-    objects hold what the functions return."""
+    """Return `file:line` of each call of these functions in `workflow/`, but in the room whose
+    objects hold what they return."""
     names = {*calls.split()}
     return [
         f"{file.relative_to(ROOT)}:{node.lineno}"
         for file in sorted((ROOT / "workflow").rglob("*.py"))
         if LIBRARY / "checkpoints" not in file.parents
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Call)
-        and ast.unparse(node.func).removeprefix("AutoConfig.") in names
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in names
     ]
 
 
@@ -145,11 +144,9 @@ def bounds() -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    print(
-        "\n".join(
-            [*empty_names(), *(x for y in ON_DISK.values() for x in outside_of_checkpoints(y))]
-        )
-    )
+    print("\n".join(empty_names()))
+    for calls in ON_DISK.values():
+        print("\n".join(outside_of_checkpoints(calls)))
     for figure, value in figures().items():
         print(f"{figure}: {value:,}")
     for option in TABLE:

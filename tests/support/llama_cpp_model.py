@@ -26,6 +26,7 @@ from tests.support.preloaded_python import ROOT, preloaded_python
 from tests.support.tiny import CHAT_TEMPLATE, ROLES, TEXTS
 from workflow.lib.artifacts.manifest_record import ConversationFacts
 from workflow.lib.artifacts.read_records import read_record
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.export import gguf_files
 from workflow.lib.export.adapter_files import (
     replace_chat_template,
@@ -101,7 +102,7 @@ def add_companions(folder: Path, *, exported: Sequence[str]) -> None:
     for name in exported:
         save_tokenizer(folder / "model", folder / name, facts=facts)
         replace_chat_template(folder / name, facts=facts)
-        write_generation_config(folder / "model", folder / name, facts=facts)
+        write_generation_config(Checkpoint(folder / "model"), folder / name, facts=facts)
         write_checksums(folder / name)
 
 

@@ -24,7 +24,6 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch.distributed.tensor import DTensor
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     PreTrainedTokenizerFast,
     TrainerCallback,
@@ -45,6 +44,7 @@ from workflow.benchmark.random_base import random_rows
 from workflow.benchmark.random_pairs import Pair, random_pairs
 from workflow.benchmark.record import Observed
 from workflow.lib.artifacts.training_record import Check
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.distributed.heartbeat import Pulse
 from workflow.lib.objectives.from_settings import BETA
 from workflow.lib.settings.config import RunConfig
@@ -173,7 +173,7 @@ def train(
             model=model,
             args=arguments(job, config, folder, device, sharded=sharded),
             train_dataset=dataset(job, config),
-            processing_class=tokenizer(AutoConfig.from_pretrained(job.base).vocab_size),
+            processing_class=tokenizer(Checkpoint(Path(job.base)).vocabulary_size),
             peft_config=LoraConfig(
                 r=config.lora.r, lora_alpha=int(config.lora.alpha), lora_dropout=0.0, bias="none",
                 target_modules="all-linear", task_type="CAUSAL_LM",

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from workflow.lib.checkpoints.checkpoint import Checkpoint
-from workflow.lib.checkpoints.expert_stacks import expert_stacks
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.model.nf4_model import stored_buffers
 from workflow.lib.quantization.nf4_checkpoint import (
@@ -40,8 +39,9 @@ def write_random_base(
     float_storage: packed weights as bf16 views, which other software needs for sharding."""
     with new_folder(folder) as partial:
         write_json(partial / "config.json", config)
-        model = Checkpoint(partial).model
-        linears, stacks = quantizable_linears(model), expert_stacks(model)
+        shape = Checkpoint(partial)
+        model, stacks = shape.model, shape.stacks
+        linears = quantizable_linears(model)
         draw = torch.Generator().manual_seed(SEED)
         tensors: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}
         writer = ShardWriter(partial, shard_bytes=SHARD_BYTES)

@@ -121,7 +121,7 @@ def merge(
     tensors = merged_model(*trained, original=original, base=base, onto=settings.merge_onto)
     num_bytes = write_merged(tensors, original, folder, settings=settings)
     replace_chat_template(folder, facts=facts)
-    write_generation_config(original.folder, folder, facts=facts)
+    write_generation_config(original, folder, facts=facts)
     check_conversations(folder, facts.probes)
     write_checksums(folder)
     logger.info("merged onto %s weights: %.3f GiB", settings.merge_onto, num_bytes / 2**30)

@@ -22,7 +22,7 @@ from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.records import GgufChecks, GgufFile, Provenance
 from workflow.lib.checkpoints.adapter import Adapter
 from workflow.lib.checkpoints.checkpoint import Checkpoint
-from workflow.lib.data.encoding.tokenizer import load_tokenizer
+from workflow.lib.checkpoints.tokenizer import load_tokenizer
 from workflow.lib.data.tokens.token_store import TokenStore, choose_documents
 from workflow.lib.distributed.work_sharing import check_recorded
 from workflow.lib.evaluation.llama_cpp_server import (

@@ -25,7 +25,7 @@ from rich.console import Console
 from workflow.importing.guide import LENGTHS, Method, seq_len_for, settings_for
 from workflow.importing.written_config import check_is_new, finish
 from workflow.lib.checkpoints.files.model_files import CONFIG, TOKENIZER_PATTERNS
-from workflow.lib.data.encoding.tokenizer import default_template, load_tokenizer
+from workflow.lib.checkpoints.tokenizer import default_template, load_tokenizer
 from workflow.lib.data.reading.hub_download import Source, explained_errors
 from workflow.lib.data.reading.sources import find_files
 from workflow.lib.data.tokens.shown_samples import show_samples

@@ -21,7 +21,7 @@ import shutil
 from pathlib import Path
 
 from workflow.lib.evaluation.task_files import check_tasks
-from workflow.lib.model.architecture.model_shape import ModelShape, read_config, read_shape
+from workflow.lib.model.architecture.model_shape import ModelShape, described_config, read_shape
 from workflow.lib.planning.preflight.checks import read_machine, read_tokens
 from workflow.lib.planning.preflight.planning_inputs import attention_needs, training_attention
 from workflow.lib.planning.preflight.questions import PlannedRun
@@ -62,7 +62,7 @@ def main(args: argparse.Namespace) -> None:
     machine = read_machine(settings.hardware)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(args.output.parent).free
-    with plan_recorder(read_config(Path(args.model)), shape) as record:
+    with plan_recorder(described_config(Path(args.model)), shape) as record:
         predict(args, PlannedRun(settings, shape, machine, tokens, record, disk_free_bytes=free))
 
 

@@ -12,15 +12,15 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from workflow.lib.data.encoding.chat_template import with_arguments
-from workflow.lib.data.encoding.row_columns import WITHOUT_TEMPLATE, choose_format
-from workflow.lib.data.encoding.sample_encoder import SampleEncoder
-from workflow.lib.data.encoding.tokenizer import (
+from workflow.lib.checkpoints.tokenizer import (
     load_tokenizer,
     num_usable_tokens,
     read_chat_template,
     read_tool_template,
 )
+from workflow.lib.data.encoding.chat_template import with_arguments
+from workflow.lib.data.encoding.row_columns import WITHOUT_TEMPLATE, choose_format
+from workflow.lib.data.encoding.sample_encoder import SampleEncoder
 from workflow.lib.data.reading.data_file import column_names
 from workflow.lib.data.reading.hub_download import licence_of
 from workflow.lib.data.reading.row_chunks import printable

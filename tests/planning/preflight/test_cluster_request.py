@@ -8,7 +8,7 @@ from tests.support.made_up_memory import MadeUpMemory
 from tests.support.mixtures import tiny_mixture
 from tests.support.workflow_project import REPOSITORY
 from workflow.lib.checkpoints.checkpoint import Checkpoint
-from workflow.lib.model.architecture.model_shape import read_config
+from workflow.lib.model.architecture.model_shape import described_config
 from workflow.lib.model.describe_model import describe_checkpoint
 from workflow.lib.planning import model_sizes
 from workflow.lib.planning.preflight.cluster_request import (
@@ -33,7 +33,7 @@ def run_config(**sections):
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     path = tmp_path_factory.mktemp("model") / "description.json"
-    config = {"config": read_config(BASE)}
+    config = {"config": described_config(BASE)}
     write_checked_json(path, describe_checkpoint(Checkpoint.open(BASE)).document() | config)
     return {"model": str(BASE), "description": str(path)}
 

@@ -1,4 +1,4 @@
-"""A model on disk: its files, its class without weights, its tensors.
+"""Models and adapters on disk as objects: begin with `checkpoint.Checkpoint` and `adapter.Adapter`.
 
 Transformers decides which files of a folder are read (`loaded_files`), and which tensors they
 become (`loading`). `safetensors_reader` reads bytes; `decoded_reader` unpacks quantized formats;

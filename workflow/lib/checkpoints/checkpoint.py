@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from workflow.lib.checkpoints.converted_reader import ConvertedReader, ModuleNames
 from workflow.lib.checkpoints.decoded_reader import DecodedReader
@@ -33,6 +39,7 @@ from workflow.lib.checkpoints.meta_model import (
     return_states_alone_,
 )
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
+from workflow.lib.checkpoints.tokenizer import load_tokenizer
 from workflow.lib.kernels.attention.attention_choice import AttentionNeeds
 from workflow.lib.system.checksums import (
     RecordedFile,
@@ -121,7 +128,11 @@ class Checkpoint:
 
     @property
     def vocabulary_size(self) -> int:
-        return int(self._transformers_config().get_text_config().vocab_size)
+        return int(self.transformers_config().get_text_config().vocab_size)
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Load the tokenizer, a new one at each call; raises as `load_tokenizer`."""
+        return load_tokenizer(self.folder)
 
     @cached_property
     def model(self) -> PreTrainedModel:
@@ -177,7 +188,7 @@ class Checkpoint:
         attention weights as the family does. Raises `UserError` if Transformers knows no such
         model, it needs code from the folder, or the family lacks the attention."""
         try:
-            config = self._transformers_config()
+            config = self.transformers_config()
             return_states_alone_(config)
             if not attention_dropout:
                 drop_no_attention_(config)
@@ -204,7 +215,8 @@ class Checkpoint:
                 "model.attention."
             ) from None
 
-    def _transformers_config(self) -> PretrainedConfig:
+    def transformers_config(self) -> PretrainedConfig:
+        """Return the configuration as Transformers completes it, a new one at each call."""
         config: PretrainedConfig = AutoConfig.from_pretrained(
             self.folder, local_files_only=True, trust_remote_code=False
         )

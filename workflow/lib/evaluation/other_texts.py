@@ -13,10 +13,10 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from workflow.lib.checkpoints.tokenizer import default_template
 from workflow.lib.data.encoding.row_formats import to_sample
 from workflow.lib.data.encoding.row_values import RowError
 from workflow.lib.data.encoding.sample_encoder import SampleEncoder
-from workflow.lib.data.encoding.tokenizer import default_template
 from workflow.lib.data.tokens.token_store import Document
 from workflow.lib.settings.data import DataColumns
 from workflow.lib.system.errors import UserError

@@ -17,13 +17,13 @@ from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.files.config_file import read_settings
 from workflow.lib.checkpoints.files.stack_names import PREFIX
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
-from workflow.lib.data.encoding.chat_template import with_fixed_date
-from workflow.lib.data.encoding.tokenizer import (
+from workflow.lib.checkpoints.tokenizer import (
     DEFAULT_TEMPLATE,
     NAMED_TEMPLATES,
     load_tokenizer,
     trained_templates,
 )
+from workflow.lib.data.encoding.chat_template import with_fixed_date
 from workflow.lib.data.reading.hub_download import MANIFEST
 from workflow.lib.distributed.sharded_files import DamagedError, read_whole
 from workflow.lib.export.packed_stacks import dequantized_weight, merged_stacks, without_stacks
@@ -158,13 +158,13 @@ def replace_in_config(folder: Path, template: str) -> None:
             write_json(path, config | {"chat_template": template})
 
 
-def write_generation_config(source: Path, folder: Path, *, facts: ConversationFacts) -> None:
+def write_generation_config(source: Checkpoint, folder: Path, *, facts: ConversationFacts) -> None:
     """Write the base's generation settings, with end tokens of base, tokenizer and template."""
-    path = source / GENERATION_CONFIG
+    path = source.folder / GENERATION_CONFIG
     settings = read_settings(path) if path.is_file() else {}
     # With this mark, Transformers may read the end tokens from config.json instead.
     settings.pop("_from_model_config", None)
-    named = settings.get("eos_token_id", read_settings(source / "config.json").get("eos_token_id"))
+    named = settings.get("eos_token_id", source.config.get("eos_token_id"))
     ends = {*(named if isinstance(named, list) else [named]), facts.eos_token_id}
     ends = (ends | set(facts.end_of_turn_token_ids)) - {None}
     special = {"bos_token_id": facts.bos_token_id, "pad_token_id": facts.pad_token_id}

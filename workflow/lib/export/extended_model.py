@@ -18,7 +18,6 @@ from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.files.config_file import text_part
 from workflow.lib.checkpoints.files.model_files import WEIGHTS
 from workflow.lib.checkpoints.meta_model import is_tied
-from workflow.lib.data.encoding.tokenizer import load_tokenizer
 from workflow.lib.export.adapter_files import write_merged, write_tokenizer
 from workflow.lib.model.host_embedding import other_tables
 from workflow.lib.model.trained_modules import TRAINED_ROWS
@@ -34,7 +33,7 @@ CARD = "README.md"
 def write_extended(source: Checkpoint, folder: Path, tokens: Sequence[str]) -> range:
     """Write the model `source` with these tokens to a new `folder`; return their ids. Raises
     `UserError` for a token that the tokenizer has, or a model whose rows cannot be trained."""
-    tokenizer = load_tokenizer(source.folder)
+    tokenizer = source.tokenizer()
     added = _add_tokens(tokenizer, tokens)
     embedding, head = _tables(source.model, tokens)
     old_rows = source.model.get_parameter(embedding).shape[0]

@@ -17,7 +17,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from workflow.lib.checkpoints.adapter import Adapter
 from workflow.lib.checkpoints.checkpoint import Checkpoint
-from workflow.lib.checkpoints.files.config_file import read_settings
 from workflow.lib.checkpoints.files.stack_names import PREFIX
 from workflow.lib.data.encoding.chat_template import without_generation_tags
 from workflow.lib.export.adapter_files import CHAT_TEMPLATE, replace_in_config, save_adapter
@@ -134,7 +133,7 @@ def servable_copy(source: GgufSource, folder: Path) -> Path:
 
 
 def _name_architecture(path: Path) -> None:
-    config = read_settings(path) if path.is_file() else {}
+    config = Checkpoint(path.parent).config if path.is_file() else {}
     class_name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.get("model_type", ""))
     if class_name is not None and not config.get("architectures"):
         path.unlink()

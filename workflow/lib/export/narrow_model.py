@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.decoder_layers import drop_other_parts_
@@ -39,10 +39,7 @@ VOCABULARY = 512
 def plain_config(source: Checkpoint, folder: Path) -> PretrainedConfig:
     """Return the configuration of the model `source`, of plain weights; `folder` gets it too."""
     write_json(folder / "config.json", source.plain_config)
-    config: PretrainedConfig = AutoConfig.from_pretrained(
-        folder, local_files_only=True, trust_remote_code=False
-    )
-    return config
+    return Checkpoint(folder).transformers_config()
 
 
 def write_random(config: PretrainedConfig, folder: Path, *, dtype: torch.dtype) -> None:

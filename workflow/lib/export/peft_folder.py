@@ -47,7 +47,7 @@ def write_peft_folder(
     whole = Trained(trained.tensors, trained.config | reference)
     save_exported(whole, folder, original=model, base=base)
     save_tokenizer(model.folder, folder, facts=facts)
-    write_generation_config(model.folder, folder, facts=facts)
+    write_generation_config(model, folder, facts=facts)
     check_conversations(folder, facts.probes)
     write_checksums(folder)
     return Adapter(folder)

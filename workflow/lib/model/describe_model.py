@@ -20,7 +20,7 @@ from workflow.lib.checkpoints.decoder_layers import decoder_layers, drop_other_p
 from workflow.lib.checkpoints.files.attention_needs import attention_dropout
 from workflow.lib.checkpoints.files.config_file import (
     check_bounds,
-    read_config,
+    read_bounded,
     text_part,
     with_infinities,
 )
@@ -84,7 +84,7 @@ logger = logging.getLogger("workflow")
 
 def describe_file(path: Path) -> ModelShape:
     """Describe the model of a config.json; raises `UserError` as `describe_config` does."""
-    shape = describe_config(read_config(path), origin=path)
+    shape = describe_config(read_bounded(path), origin=path)
     return replace(shape, config_sha256=file_sha256(path))
 
 
@@ -98,7 +98,7 @@ def describe_checkpoint(checkpoint: Checkpoint) -> ModelShape:
         )
         logger.warning(message, checkpoint.config_path, QUANTIZATION)
     _check_generation(folder)
-    shape = describe_file(checkpoint.config_path)
+    shape = describe_config(checkpoint.config, origin=checkpoint.config_path)
     for path in checkpoint.files:
         _check_end(path, checkpoint.names)
     with checkpoint.weights() as reader:
@@ -115,6 +115,7 @@ def describe_checkpoint(checkpoint: Checkpoint) -> ModelShape:
         )  # fmt: skip
     return replace(
         shape,
+        config_sha256=file_sha256(checkpoint.config_path),
         source_dtype=dtype if dtype in FLOAT_BYTES else "BF16",
         tied_embeddings=is_tied(checkpoint.model),
         left_tensors=len(left.stored),

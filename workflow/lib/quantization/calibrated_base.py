@@ -25,7 +25,6 @@ from workflow.lib.artifacts.records import CalibrationFacts, HeldoutLosses
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.expert_stacks import experts_modules
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
-from workflow.lib.data.encoding.tokenizer import load_tokenizer
 from workflow.lib.data.tokens.packing import text_lengths
 from workflow.lib.data.tokens.token_store import TokenStore, choose_documents
 from workflow.lib.quantization.calibrated_experts import LoadedStack, loaded_stacks
@@ -195,9 +194,7 @@ def calibration_batches(
     size = rows_at_once(store.seq_len, eager_heads=eager_heads)
     general: list[Batch] = []
     if settings.calibration_text is not None:
-        ids = text_rows(
-            settings.calibration_text, model.folder, tokens=wanted // 2, width=store.seq_len
-        )
+        ids = text_rows(settings.calibration_text, model, tokens=wanted // 2, width=store.seq_len)
         general = _batches(ids, None, device, size=size)
         wanted -= ids.size
     return _training_batches(store, tokens=wanted, device=device, size=size) + general
@@ -233,7 +230,7 @@ def _training_batches(
     return [replace(x, counted=c) for x, c in zip(batches, counted.split(size), strict=True)]
 
 
-def text_rows(path: str, model: Path, *, tokens: int, width: int) -> np.ndarray:
+def text_rows(path: str, model: Checkpoint, *, tokens: int, width: int) -> np.ndarray:
     """Return rows (rows, width) of a UTF-8 file's tokens, `tokens` in all, or raise `UserError`."""
     try:
         text = read_input(Path(path), most_bytes=MOST_BYTES)
@@ -242,7 +239,7 @@ def text_rows(path: str, model: Path, *, tokens: int, width: int) -> np.ndarray:
             "quantize.calibration_text", path, f"it cannot be read as UTF-8 text ({error})",
             "Name a text file, or remove the setting",
         ) from None  # fmt: skip
-    ids = load_tokenizer(model)(text, add_special_tokens=False).input_ids
+    ids = model.tokenizer()(text, add_special_tokens=False).input_ids
     rows = min(len(ids), tokens) // width
     if not rows:
         raise setting_error(

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from workflow.lib.data.encoding.tokenizer import load_tokenizer
+from workflow.lib.checkpoints.tokenizer import load_tokenizer
 from workflow.lib.data.tokens.packing import text_lengths
 from workflow.lib.data.tokens.token_store import Array, TokenStore
 from workflow.lib.distributed.work_sharing import is_sharded, shared_out

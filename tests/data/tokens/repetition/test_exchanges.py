@@ -6,7 +6,7 @@ import numpy as np
 
 from tests.support.tiny import tiny_tokenizer
 from tests.support.token_splits import Words, separate
-from workflow.lib.data.encoding.tokenizer import load_tokenizer
+from workflow.lib.checkpoints.tokenizer import load_tokenizer
 from workflow.lib.data.tokens.repetition.exchanges import (
     NO_CONTEXT,
     TOKENS_AT_ONCE,

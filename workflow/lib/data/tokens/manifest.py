@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
+from workflow.lib.checkpoints.tokenizer import num_usable_tokens, tokenizer_sha256
 from workflow.lib.data.encoding.sample_encoder import SampleEncoder
-from workflow.lib.data.encoding.tokenizer import num_usable_tokens, tokenizer_sha256
 from workflow.lib.data.tokens.corpus import Corpus, Encoding
 from workflow.lib.data.tokens.encoded_shards import ROW_COUNTS
 from workflow.lib.data.tokens.splits import BLOCK, Numbers, Split, documents_by_source

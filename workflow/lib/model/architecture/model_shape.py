@@ -242,7 +242,7 @@ def shape_of_document(document: Mapping[str, Any]) -> ModelShape:
     return ModelShape(**dict(document) | order | others)
 
 
-def read_config(model: Path) -> dict[str, Any]:
+def described_config(model: Path) -> dict[str, Any]:
     """Return the config.json of a model's folder, or that within a description."""
     if model.is_dir():
         config: dict[str, Any] = read_json(model / "config.json")

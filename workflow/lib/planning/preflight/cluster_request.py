@@ -12,7 +12,7 @@ from typing import Any
 
 from workflow.lib.artifacts.preflight_record import Forecast
 from workflow.lib.checkpoints.files.safetensors_headers import read_headers
-from workflow.lib.model.architecture.model_shape import ModelShape, read_config, read_shape
+from workflow.lib.model.architecture.model_shape import ModelShape, described_config, read_shape
 from workflow.lib.planning.machine import requested_processes
 from workflow.lib.planning.model_sizes import Shape, chosen_method, rounding_seconds
 from workflow.lib.planning.preflight.checks import read_machine, read_tokens
@@ -151,7 +151,7 @@ def _decide(
     """Return the decision on a run, by lines between recordings, and its forecast."""
     shape, tokens = read_shape(description), read_tokens(Path(manifest))
     machine = read_machine(run.hardware)
-    with recorder(read_config(description), shape) as record:
+    with recorder(described_config(description), shape) as record:
         return PlannedRun(run, shape, machine, tokens, record, estimate=True).predicted(advise=True)
 
 

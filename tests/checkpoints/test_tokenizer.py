@@ -7,15 +7,15 @@ import pytest
 
 from tests.support.encoding import PLAIN_TEMPLATE, TOOL_TEMPLATE, conversation, trained
 from tests.support.tiny import tiny_tokenizer
-from workflow.lib.data.encoding.probe_conversations import PROBES
-from workflow.lib.data.encoding.sample_encoder import SampleEncoder
-from workflow.lib.data.encoding.tokenizer import (
+from workflow.lib.checkpoints.tokenizer import (
     load_tokenizer,
     read_chat_template,
     read_tool_template,
     tokenizer_sha256,
     trained_templates,
 )
+from workflow.lib.data.encoding.probe_conversations import PROBES
+from workflow.lib.data.encoding.sample_encoder import SampleEncoder
 from workflow.lib.system.errors import UserError
 
 NAMED = {"default": PLAIN_TEMPLATE, "tool_use": TOOL_TEMPLATE, "rag": "{{ messages }}"}
