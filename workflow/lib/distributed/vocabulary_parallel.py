@@ -322,7 +322,7 @@ class ExchangedRows:
     def looked_up(
         self, table: torch.Tensor, ids: torch.Tensor, ranges: tuple[int, int]
     ) -> torch.Tensor:
-        """Return the rows of ids; this process has those of `ranges` in `table`. Collective."""
+        """Return the rows of ids; this process has the rows of `ranges` in `table`. Collective."""
         return torch.cat([self._chunk(table, chunk, ranges) for chunk in self._split(ids)])
 
     def _split(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:

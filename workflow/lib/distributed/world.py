@@ -24,6 +24,8 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 @dataclass(frozen=True)
 class World:
+    """The processes of the training, from one of them."""
+
     rank: int
     size: int
     device: torch.device
@@ -37,6 +39,7 @@ class World:
 
     @property
     def shard_size(self) -> int:
+        """Processes that share one copy of the model."""
         return self.axis("shard").size()
 
     def gathered(self, value: ValueT) -> list[ValueT]:

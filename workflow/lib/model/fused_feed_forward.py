@@ -116,7 +116,8 @@ def _fits_node(layer: nn.Module) -> bool:
 
 
 def _halves(tensors: Sequence[torch.Tensor]) -> Gates:
-    """Split tensors into those of gate and of up: two tensors, or the halves of the only one."""
+    """Split tensors into the tensors of gate and of up: two tensors, or the halves of the only
+    one."""
     gate, up = tensors if len(tensors) == 2 else tensors[0].chunk(2, dim=-1)
     return gate, up
 
@@ -231,6 +232,6 @@ def _product_gradients(
 
 
 def _kernels_add(x: torch.Tensor, factors: Factors, form: Form) -> bool:
-    """Whether kernels add the adapters' parts to gate and up. factors: those of DoRA, or Nones."""
+    """Whether kernels add the adapters' parts to gate and up. factors: DoRA's, or Nones."""
     works = act_and_mul.works_on(x.device, x.dtype, form.activation)
     return works and not any(factor is not None for factor in factors)

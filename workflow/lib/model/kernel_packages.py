@@ -1,7 +1,8 @@
 """Packages with kernels of recurrent layers, which Transformers uses where they are installed.
 
 Meta tensors have no addresses for kernels, so descriptions and recordings use the family's torch
-code: where ours do not compute a recurrence, that keeps more memory, an upper bound."""
+code: where the project's kernels do not compute a recurrence, that keeps more memory, an upper
+bound."""
 
 import sys
 

@@ -252,7 +252,7 @@ class CausalLMForTraining(nn.Module):
     @contextmanager
     def _embedding(self, rows: torch.Tensor | None) -> Iterator[None]:
         """Within the block the embedding reads its rows from outside of the model, if they are
-        there; rows: those of the tokens, if known."""
+        there; rows: the tokens' embeddings, if known."""
         causal_lm = self.peft_model.get_base_model()  # type: ignore[operator]
         embedding = causal_lm.get_input_embeddings()
         write_rows_(causal_lm)

@@ -32,6 +32,7 @@ class Amount(NamedTuple):
     calls: float = 0.0
 
     def plus(self, other: "Amount", times: float = 1.0) -> "Amount":
+        """Return the sum with `times` the other."""
         return Amount(
             self.flop + times * other.flop,
             self.bytes + times * other.bytes,
@@ -58,6 +59,7 @@ class Work:
         )
 
     def stored(self) -> dict[str, dict[str, list[int]]]:
+        """Return whole numbers by phase and kind, for JSON; `of` reads them."""
         return {
             phase: {kind: [*map(round, amount)] for kind, amount in amounts.items()}
             for phase, amounts in self.phases.items()

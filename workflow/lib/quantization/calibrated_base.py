@@ -88,6 +88,7 @@ def calibrated_layers(
 
 
 def layer_path(folder: Path, number: int) -> Path:
+    """Return the file of a finished decoder layer."""
     return folder / f"layer-{number:05d}.safetensors"
 
 
@@ -201,6 +202,7 @@ def calibration_batches(
 
 
 def rows_at_once(width: int, *, eager_heads: int) -> int:
+    """Return the rows of `width` tokens in a batch; eager_heads: heads whose scores are stored."""
     scores = max(1, eager_heads) * width**2
     return max(1, min(BATCH_TOKENS // width, SCORES // scores))
 

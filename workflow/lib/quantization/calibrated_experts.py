@@ -32,6 +32,8 @@ Inputs = Callable[[int], Iterable[torch.Tensor]]
 
 @dataclass(frozen=True)
 class PackedStack:
+    """The NF4 codes of all experts of a stack."""
+
     codes: torch.Tensor  # uint8, two codes a byte, shape (bytes, 1)
     scales: Scales
     shape: tuple[int, int, int]  # (experts, out, in)
@@ -49,17 +51,21 @@ class LoadedStack:
 
     @property
     def shape(self) -> tuple[int, int, int]:
+        """(experts, out, in)."""
         experts, first, second = self.weights.shape
         return (experts, second, first) if self.transposed else (experts, first, second)
 
     def part(self, number: int) -> torch.Tensor:
+        """Return a view (out, in) of one expert's weight."""
         weight = self.weights[number]
         return weight.T if self.transposed else weight
 
     def expert(self, number: int) -> torch.Tensor:
+        """Return a copy (out, in) fp32 of one expert's weight."""
         return self.part(number).float().clone(memory_format=torch.contiguous_format)
 
     def replace_(self, number: int, weight: torch.Tensor) -> None:
+        """Write an expert's weight (out, in)."""
         self.part(number).copy_(weight)
 
 

@@ -37,6 +37,8 @@ PROGRAM_ROWS = 4
 
 @dataclass(frozen=True)
 class Rounded:
+    """A weight in NF4: codes and scales of its blocks."""
+
     codes: torch.Tensor  # uint8, shape (out, in)
     scales: Scales
 
@@ -56,6 +58,8 @@ class ErrorFeedback:
 def round_calibrated(
     weight: torch.Tensor, feedback: ErrorFeedback, settings: QuantizeConfig
 ) -> Rounded:
+    """Return a weight (out, in) fp32 in NF4: scales by the inputs' importance, each column's error
+    compensated in the columns after it."""
     scales = store_scales(
         searched_scales(weight, feedback.importance, block_size=settings.block_size),
         double_quant=settings.double_quant,
@@ -155,6 +159,7 @@ def column_scales(
 
 
 def decode(rounded: Rounded, *, block_size: int) -> torch.Tensor:
+    """Return the weight (out, in) fp32 of rounded codes."""
     return decoded_weight(rounded.codes, rounded.scales.decoded, block_size=block_size)
 
 
@@ -176,6 +181,7 @@ def _numbered(parts: Iterable[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor
 
 
 def largest_of_blocks(weight: torch.Tensor, *, block_size: int) -> torch.Tensor:
+    """Return the largest magnitude (blocks,) of each block of a weight (out, in)."""
     return _blocks(weight, block_size).abs().amax(1)
 
 
@@ -194,6 +200,8 @@ def round_absmax(weight: torch.Tensor, settings: QuantizeConfig) -> Rounded:
 def columns_by_loop(
     part: torch.Tensor, scale: torch.Tensor, upper: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes (out, columns) uint8 and errors fp32 of columns rounded in order; `part` (out,
+    columns) is overwritten. upper: (columns, columns), of the feedback's factor."""
     edges = code_edges(table := code_table(part.device))
     errors, codes = torch.empty_like(part), torch.empty_like(part, dtype=torch.uint8)
     for column in range(part.shape[1]):
@@ -207,6 +215,7 @@ def columns_by_loop(
 def columns_by_kernel(
     part: torch.Tensor, scale: torch.Tensor, upper: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the same as `columns_by_loop`, by one Triton kernel."""
     table = code_table(part.device)
     num_rows, num_columns = part.shape
     codes = torch.empty(part.shape, dtype=torch.uint8, device=part.device)

@@ -53,6 +53,7 @@ class LayerCarry:
                 mapping[key] = tuple(x.to(device) for x in tensors)
 
     def tensors(self) -> dict[str, torch.Tensor]:
+        """Return all tensors by name, for a safetensors file; `carry_of` reads them."""
         named: dict[str, torch.Tensor] = {}
         if self.others is not None:
             named["returned"] = torch.tensor(len(self.others))
@@ -64,6 +65,7 @@ class LayerCarry:
 
 
 def carry_of(tensors: Mapping[str, torch.Tensor]) -> LayerCarry:
+    """Return the layer's inputs from the tensors of `LayerCarry.tensors`."""
     others, shared = None, Shared()
     if "returned" in tensors:
         others = tuple(tensors.get(f"other/{n}") for n in range(int(tensors["returned"])))
@@ -111,12 +113,14 @@ def refuse_unlike(layer: str, expected: LayerArguments, followed: LayerArguments
 
 
 def hidden_in(arguments: LayerArguments) -> torch.Tensor:
+    """Return the hidden states among a layer's arguments."""
     positional, named = arguments
     states: torch.Tensor = positional[0] if positional else named["hidden_states"]
     return states
 
 
 def with_hidden(arguments: LayerArguments, hidden: torch.Tensor | None) -> LayerArguments:
+    """Return a layer's arguments with other hidden states."""
     positional, named = arguments
     if positional:
         return (hidden, *positional[1:]), named
@@ -124,6 +128,7 @@ def with_hidden(arguments: LayerArguments, hidden: torch.Tensor | None) -> Layer
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of nested mappings and sequences, mappings by sorted keys."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -160,6 +165,7 @@ class Batch:
 
     @property
     def positions(self) -> torch.Tensor:
+        """(rows, tokens) int64: each token's position in its document."""
         if self.position_ids is not None:
             return self.position_ids
         positions = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)

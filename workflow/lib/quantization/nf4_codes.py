@@ -5,7 +5,7 @@ double quantization the scales decode as scale = nested_table[s] * nested_scale 
 is known only after nesting, and codes are chosen for decoded scales.
 
 A stack of experts is stored as one linear (experts * out, in); only the shape in `quant_state`
-distinguishes them. Its scales are nested after all experts have theirs: the mean is the stack's."""
+distinguishes them. Its scales are nested after all experts' scales: the mean is the stack's."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,6 +47,7 @@ def store_scales(scales: torch.Tensor, *, double_quant: bool) -> Scales:
 
 
 def code_table(device: torch.device) -> torch.Tensor:
+    """Return the values (16,) fp32 of the NF4 codes, rising."""
     table: torch.Tensor = get_4bit_type("nf4", device=device)
     return table.float()
 
@@ -59,6 +60,7 @@ def nearest_codes(weight: torch.Tensor, scale: torch.Tensor, edges: torch.Tensor
 
 
 def code_edges(table: torch.Tensor) -> torch.Tensor:
+    """Return the midpoints (15,) fp32 between the values of neighbouring codes."""
     return (table[1:] + table[:-1]) / 2
 
 
@@ -113,6 +115,8 @@ ExpertCodes = tuple[torch.Tensor, torch.Tensor]
 
 
 def quantize_expert(weight: torch.Tensor, settings: QuantizeConfig) -> ExpertCodes:
+    """Return the packed codes (CPU) of an expert's weight (out, in), and its blocks' absmax, as
+    bitsandbytes quantizes it."""
     packed, state = quantize_4bit(
         weight.contiguous(),
         blocksize=settings.block_size,

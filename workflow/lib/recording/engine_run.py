@@ -164,6 +164,7 @@ class RecordedTrainer(Trainer):
     tape: LayerTape = field(kw_only=True)
 
     def run_micro_batches(self, current: StepInProgress, *, count: int | None = None) -> None:
+        """Run them; then the phase of the update begins."""
         super().run_micro_batches(current, count=count)
         self.tape.phase(UPDATE)
         self.tape.counts = current.rows.step == STEPS - 1

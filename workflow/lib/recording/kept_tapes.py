@@ -111,6 +111,7 @@ def keep_peaks(config: Mapping[str, Any], plan: StepPlan, peaks: Peaks, *, check
 
 
 def stored(peaks: Peaks) -> list[Any]:
+    """Return peaks as JSON values: bytes by phase and term, host bytes, work."""
     return [peaks.phases, peaks.host_bytes, peaks.work.stored()]
 
 

@@ -218,7 +218,7 @@ def _memory(tensor: torch.Tensor) -> int:
 
 @cache
 def _repeats(func: Any) -> bool:
-    """Whether the signatures of an operation's operands decide those of its results."""
+    """Whether the operands' signatures decide the results'."""
     return func.namespace in LIBRARIES and LEFT_TO_TORCH.isdisjoint(func.tags)
 
 

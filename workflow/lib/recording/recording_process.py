@@ -142,6 +142,7 @@ class PlanRecorder:
         ]
 
     def recorded_plan(self, plan: StepPlan) -> StepPlan:
+        """Return the plan by which a recording is made and cached."""
         return as_recorded(replace(plan, offload_window_bytes=offload_window(self._shape, plan)))
 
 

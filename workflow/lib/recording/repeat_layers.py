@@ -1,5 +1,5 @@
 """Representative decoder layers of a model, a model of these alone, and the whole model's tape made
-from theirs.
+from it.
 
 A layer's allocations depend on its kind and its neighbours. So a stretch in the middle is cut out
 such that every layer, with its neighbours, has an equal one among the others. A phase's events are
@@ -63,7 +63,7 @@ class _Origin(NamedTuple):
 def repeated(
     tape: LayerTape, recorded: Sequence[Hashable], all_kinds: Sequence[Hashable], *, reach: int
 ) -> Tape:
-    """Return the tape of layers of `all_kinds` from that of the `recorded` ones. Raises
+    """Return the tape of layers of `all_kinds` from the tape of the `recorded` ones. Raises
     `NotRepeatableError` if equal layers make different requests."""
     return _Repetition(tape, recorded, all_kinds, reach=reach).run()
 
@@ -126,7 +126,7 @@ class _Repetition:
         return range(self._total) if part.upwards else range(self._total - 1, -1, -1)
 
     def _play(self, part: _Part, layer: int) -> None:
-        """Write the events of a layer: those of its stand-in."""
+        """Write a layer's events: its stand-in's."""
         old_layer = layer if layer == NONE else self._stand_ins[layer]
         for event in part.layers.get(old_layer, ()):
             if event == EMPTY_CACHE:
@@ -281,7 +281,7 @@ def stand_ins(kinds: Sequence[Hashable], *, reach: int) -> dict[Hashable, list[i
 
 
 def surroundings(kinds: Sequence[Hashable], number: int, *, reach: int) -> Hashable:
-    """Return a layer's kind and those of its neighbours; none beyond the ends."""
+    """Return the kinds of a layer and of its neighbours; None beyond the ends."""
     numbers = range(number - reach, number + reach + 1)
     return tuple(kinds[x] if 0 <= x < len(kinds) else None for x in numbers)
 

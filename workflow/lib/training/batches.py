@@ -48,6 +48,7 @@ class RowNumbers:
         self._numbers = np.full(num_rows, -1, dtype=np.int64)
 
     def of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the numbers of these rows; new ones are computed."""
         new = rows[self._numbers[rows] < 0]
         if len(new):
             self._numbers[new] = self._find(new)
@@ -69,6 +70,8 @@ def process_rows(
 
 
 class RowGroup(NamedTuple):
+    """The rows of a process's micro-batch."""
+
     indices: npt.NDArray[np.int64]  # (micro_batch_size,), in the tokens folder
     keys: list[int]  # as many, of `adapter_dropout.row_keys`
     step_sizes: tuple[float, ...] = (1.0,)

@@ -141,7 +141,7 @@ class HeldOut:
 
     def _sums(self, values: Sequence[torch.Tensor], world: World) -> torch.Tensor:
         """Return each document's sums (2, documents) float64 over its trained tokens, of values and
-        of weighted ones, from those of this process's batches. Collective."""
+        of weighted ones, from this process's batches. Collective."""
         place_of = {number: index for index, number in enumerate(self._numbers)}
         sums = torch.zeros(2, len(self._numbers), dtype=torch.float64)
         for rows, losses in zip(self._own_rows(world), values, strict=True):

@@ -75,6 +75,7 @@ class TrainingModel:
         return 12 * sum(p.numel() for p in trainable_parameters(self.training).values())
 
     def trainable_by_module(self) -> dict[str, int]:
+        """Return the number of trained values by kind of module."""
         counts: Counter[str] = Counter()
         for name, param in trainable_parameters(self.training).items():
             counts[module_kind(name)] += param.numel()
@@ -171,6 +172,7 @@ def build_training_model(
 
 
 def dtype_of(plan: StepPlan) -> torch.dtype:
+    """Return the plan's compute dtype."""
     dtype: torch.dtype = getattr(torch, plan.compute_dtype)
     return dtype
 

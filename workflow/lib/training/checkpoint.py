@@ -360,7 +360,8 @@ def _load_(
 
 
 def _cut_otherwise(index: dict[str, Any], pieces: dict[str, Piece]) -> dict[str, torch.Tensor]:
-    """Return empty tensors for whole 8-bit moments, if their cuts differ from ours; else none."""
+    """Return empty tensors for whole 8-bit moments, if their cuts differ from this run's; else
+    none."""
     scales = [n for n in pieces.keys() & index["tensors"].keys() if n.endswith("_absmax")]
     if all(tuple(index["tensors"][n]["shape"]) == pieces[n].shape for n in scales):
         return {}

@@ -36,7 +36,7 @@ class LossSum:
         figures: int = 0,
     ) -> None:
         """run: `forward_backward` of the model, or its graphs. divisor: of the sum, over all
-        processes. Gradients are those of the step's loss times `factor`. figures: number of the
+        processes. Gradients are of the step's loss times `factor`. figures: number of the
         objective's further figures."""
         self._run, self._divisor = run, divisor
         exact = torch.full((), factor / divisor, dtype=torch.float64, device=device)
@@ -45,6 +45,7 @@ class LossSum:
         self._total = torch.zeros(shape, dtype=torch.float64, device=device)
 
     def add(self, batches: Iterable[MicroBatch]) -> None:
+        """Run micro-batches; add their losses here, and their gradients to the parameters."""
         for batch in batches:
             self._total += self._run(batch, self._slope)
 

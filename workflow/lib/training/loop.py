@@ -7,7 +7,7 @@ processes.
 
 If micro-batches are CUDA graphs, the next step's first one is launched before the host waits for a
 step's loss and gradient norm. So the device has work while metrics are written and the next update
-is prepared. That micro-batch changes gradients alone: weights, moments and counts are those of the
+is prepared. That micro-batch changes gradients alone: weights, moments and counts belong to the
 step whose metrics are yielded.
 
 A step whose gradient is exactly 0, where its objective allows that, is an update like any other, as
@@ -359,6 +359,7 @@ class Standstill:
         self._steps, self._warned = 0, False
 
     def note(self, grad_norm: float, *, step: int) -> None:
+        """Count a step (0-based) whose gradient is 0; any other begins the count anew."""
         self._steps = self._steps + 1 if grad_norm == 0.0 else 0
         if self._steps < STANDSTILL_STEPS or self._warned:
             return

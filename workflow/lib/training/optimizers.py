@@ -70,7 +70,7 @@ class ShardwiseOptimizer(torch.optim.Optimizer):
             self._update(unless)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Remove the gradients, or zero those of this process's shards, by one launch."""
+        """Remove the gradients, or zero this process's shards of them, by one launch."""
         if set_to_none:
             super().zero_grad()
             return

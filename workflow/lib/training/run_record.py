@@ -65,7 +65,7 @@ class TimeWatch:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Note the block's seconds as those of a part."""
+        """Note the block's seconds as a part's."""
         began = time.monotonic()
         yield
         self.parts_s.setdefault(name, []).append(time.monotonic() - began)
@@ -218,6 +218,7 @@ class Journal:
         return None if now is None or self._drawn_j is None else now - self._drawn_j
 
     def peak_over_processes(self) -> int:
+        """Return the largest peak memory of a process, bytes. Collective."""
         return largest_of_all([peak_bytes(self._world.device)], world=self._world)[0]
 
     def copy_to(self, path: Path) -> None:
@@ -225,6 +226,7 @@ class Journal:
 
 
 def trained_tokens(store: TokenStore, train: TrainConfig, *, num_steps: int) -> int:
+    """Return the trained tokens of all steps over all processes."""
     rows_of_steps = (
         step_rows(
             num_rows=store.num_rows,

@@ -169,7 +169,7 @@ def _check_rows(store: TokenStore) -> Check:
 
 
 def check_family(training: CausalLMForTraining, store: TokenStore, world: World) -> Check:
-    """Compare our logits with those of the family's own forward, which may compute more after its
+    """Compare the logits with the family's own forward, which may compute more after its
     head, at several magnitudes of the last hidden states. Raises `UserError` if they differ, or if
     that forward fails. Collective."""
     ids = torch.from_numpy(store.input_ids[:1, :FAMILY_TOKENS].astype("int64")).to(world.device)
@@ -212,7 +212,7 @@ def _growing(_: Any, __: Any, output: Any) -> Any:
 
 
 def check_attention(training: CausalLMForTraining, store: TokenStore, world: World) -> Check:
-    """Compare the hidden states of packed documents with those of each document alone, by the
+    """Compare the hidden states of packed documents with each document alone, by the
     family's own eager attention: each layer's addition to the same input, and with recurrent layers
     also the sum of all additions. If no row has two documents, one document before a padding tail.
     The row is as long as any, so kernels for its length serve the training, too. Raises `UserError`
@@ -299,8 +299,8 @@ def check_recomputation(
 def check_shared_prompts(
     training: CausalLMForTraining, store: TokenStore, world: World
 ) -> list[Check]:
-    """Compare the states that predict the first row's answers with those of documents with their
-    own prompt; return a check, or none without shared prompts. Raises `UserError` if the median of
+    """Compare the states that predict the first row's answers with documents that have their own
+    prompt; return a check, or none without shared prompts. Raises `UserError` if the median of
     tokens differs: rounding sends a few tokens to other experts. Collective."""
     row = np.arange(1)
     if not training.shares_prompts:

@@ -35,6 +35,8 @@ SHARED_MULTIPLE = 64  # of tokens in rows that share prompts, so that few shapes
 
 @dataclass(frozen=True)
 class StepRows:
+    """The rows of an optimizer step, and this process's micro-batches of them."""
+
     step: int  # counts from 0
     indices: npt.NDArray[np.int64]  # (global_batch_size,), the same on all processes
     groups: list[RowGroup]  # of this process's micro-batches
@@ -43,7 +45,7 @@ class StepRows:
 
     @property
     def divisor(self) -> float:
-        """Of the summed loss of all processes; that of a step without weight is 0."""
+        """Of the summed loss of all processes; 1 for a step without weight."""
         return self.sizes[0] or 1.0
 
 
@@ -51,9 +53,11 @@ class StepBatches(Protocol):
     """Rows of steps, and this process's micro-batches."""
 
     @property
-    def seq_len(self) -> int: ...
+    def seq_len(self) -> int:
+        """Tokens of a row."""
 
-    def rows(self, step: int) -> StepRows: ...
+    def rows(self, step: int) -> StepRows:
+        """Return the rows of a step, equal on all processes but for `groups`."""
 
     def text_tokens(self, rows: StepRows) -> int:
         """Return the tokens of a step over all processes, without padding."""

@@ -35,10 +35,12 @@ def grouped(parts: Iterable[npt.NDArray[Any]]) -> tuple[LengthGroup, ...]:
 
 
 def equal_lengths(length: float) -> tuple[LengthGroup, ...]:
+    """Return the groups of documents that all have `length` tokens."""
     return (LengthGroup(1 << math.frexp(length)[1], 1, length, length * length),)
 
 
 def are_equal(groups: Sequence[LengthGroup]) -> bool:
+    """Whether all documents have one length: n * sum(l^2) = (sum l)^2."""
     _, documents, tokens, squares = map(sum, zip(*groups, strict=True))
     return math.isclose(documents * squares, tokens**2, rel_tol=1e-12)
 

@@ -2,7 +2,7 @@
 
 Flash implementations get all rows as one, with the documents' bounds (`cu_seq_lens`), which
 Transformers finds in batches of one row alone (`_is_packed_sequence`, 5.23). Documents of one
-length go to cuDNN where it is faster, wide heads to kernels of ours. `varlen` is torch's own
+length go to cuDNN where it is faster, wide heads to the project's kernels. `varlen` is torch's own
 FlashAttention (torch.nn.attention.varlen)."""
 
 import inspect

@@ -61,7 +61,7 @@ class SharedPrompts:
         return replace(self, **changed)  # type: ignore[arg-type]
 
     def gathered(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the keys or values (K, heads, width) for those of tokens (T, heads, width)."""
+        """Return the keys or values (K, heads, width) from the tokens' (T, heads, width)."""
         keys: torch.Tensor = _Gathered.apply(x, self)  # type: ignore[no-untyped-call]
         return keys
 

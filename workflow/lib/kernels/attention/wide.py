@@ -1,5 +1,6 @@
-"""Causal attention within documents by GPU kernels of ours, for heads wider than FlashAttention's
-(256): Gemma 4 has some of 512, for which torch has only a slow kernel without documents.
+"""Causal attention within documents by the project's GPU kernels, for heads wider than
+FlashAttention's (256): Gemma 4 has some of 512, for which torch has only a slow kernel without
+documents.
 
 Scores are never stored (as in FlashAttention 2, arXiv 2307.08691). Softmax is computed in fp32,
 matmuls in the queries' dtype with fp32 sums. Backward computes the scores twice: for the gradients

@@ -62,7 +62,7 @@ def backward(
     g: torch.Tensor,
     beta: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of q, k, v, g and beta, contiguous, for that of the output."""
+    """Return the gradients of q, k, v, g and beta, contiguous, from the output's."""
     grad, q, k, v = spaced(grad), spaced(q), spaced(k), spaced(v)
     g, beta = g.contiguous(), beta.contiguous()
     rule = _rule(k, v)

@@ -68,7 +68,7 @@ def gradients(
     beta: torch.Tensor,
     normalize: bool,
 ) -> list[torch.Tensor]:
-    """Return the gradients of the rule's inputs for that of its output, by kernels."""
+    """Return the gradients of the rule's inputs from its output's, by kernels."""
     others = value, g, beta
     if normalize:
         query_norms, key_norms = _unit_norms(query)

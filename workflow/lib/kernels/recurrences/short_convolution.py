@@ -62,7 +62,7 @@ def backward(
     bias: torch.Tensor | None,
     silu: bool,
 ) -> torch.Tensor:
-    """Return the gradient of x alone for `grad`, that of the convolution, by a kernel."""
+    """Return the gradient of x alone from `grad`, the convolution's gradient, by a kernel."""
     x = _by_token(x)
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
     _launch("convolution.convolved_backward", grad_x, (_by_token(grad), x), weight, bias, silu=silu)

@@ -75,7 +75,7 @@ def backward(
     out_of: torch.Tensor,
     skip: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of x, step, B and C, contiguous, for that of the output."""
+    """Return the gradients of x, step, B and C, contiguous, from the output's."""
     grad, x, step = spaced(grad), spaced(x), step.contiguous()
     into, out_of = spaced(into), spaced(out_of)
     space = _space(x, into)

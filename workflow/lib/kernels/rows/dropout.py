@@ -123,4 +123,5 @@ def dropped(rows: torch.Tensor, draw: Draw) -> torch.Tensor:
 
 
 def drop_(rows: torch.Tensor, draw: Draw) -> torch.Tensor:
+    """Drop features of rows (T, features) in place."""
     return drop(rows, rows, draw)

@@ -45,7 +45,7 @@ def forward(x: torch.Tensor, gate: torch.Tensor, norm: GatedNorm) -> torch.Tenso
 def backward(
     grad: torch.Tensor, x: torch.Tensor, gate: torch.Tensor, norm: GatedNorm
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of x and of the gate for `grad`, that of the norm, by a kernel."""
+    """Return the gradients of x and of the gate from `grad`, the norm's gradient, by a kernel."""
     made = [torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in (x, gate)]
     _launch("gated_norm.gated_norm_backward", (*made, grad.contiguous()), x, gate, norm)
     return made[0], made[1]

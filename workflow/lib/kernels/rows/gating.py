@@ -20,7 +20,8 @@ from workflow.lib.kernels.rows.low_rank import (
 def _silu_parts(
     grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of gate and up for that of silu(gate) * up, which is overwritten."""
+    """Return the gradients of gate and up from the gradient of silu(gate) * up, which is
+    overwritten."""
     grad_up = nn.functional.silu(gate).mul_(grad)
     return torch.ops.aten.silu_backward(grad.mul_(up), gate), grad_up
 

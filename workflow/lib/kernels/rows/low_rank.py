@@ -68,6 +68,7 @@ def _add_by_kernel_(
 def add_by_torch_(
     total: torch.Tensor, part: LowRank, other: torch.Tensor | None = None
 ) -> torch.Tensor:
+    """Add scale * low @ small, and `other`, to `total` (T, features) in place."""
     if other is not None:
         total.add_(other)
     return total.addmm_(part.low, part.small, alpha=part.scale)

@@ -69,7 +69,7 @@ def forward(x: torch.Tensor, norm: Norm) -> torch.Tensor:
 
 
 def backward(grad: torch.Tensor, x: torch.Tensor, norm: Norm) -> torch.Tensor:
-    """Return the gradient of x (..., width) for `grad`, that of the norm, by a kernel."""
+    """Return the gradient of x (..., width) from `grad`, the norm's gradient, by a kernel."""
     x, grad = _readable(x), _readable(grad)
     grad_x = torch.empty_like(x)
     _launch(

@@ -223,7 +223,7 @@ def _store_both(up, row, first, width, gate, other, alternating: tl.constexpr, s
 
 @triton.jit
 def _factors(gate, other, alpha, limit, kind: tl.constexpr):
-    """The factor of the gate and that of up, and their derivatives. `clamped`: g sigmoid(alpha g)
+    """The factors of gate and up, and their derivatives. `clamped`: g sigmoid(alpha g)
     with g at most `limit`, and u + 1 with u within +-`limit`. NaN stays NaN."""
     if kind == "clamped":
         low = tl.where(gate > limit, limit, gate)
@@ -244,7 +244,7 @@ def gated(
     product, up, width, alpha, limit,
     kind: tl.constexpr, alternating: tl.constexpr, size: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of one row: the factor of the gate times that of up."""
+    """Some columns of one row: the factors of gate and up, multiplied."""
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * size
     gate, other = _gate_and_other(up, row, first, width, alternating, size)
     value, _, factor, _ = _factors(gate, other, alpha, limit, kind)

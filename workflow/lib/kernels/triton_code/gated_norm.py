@@ -77,6 +77,6 @@ def _inverse_root(value, eps, width):
 
 @triton.jit
 def _value_gradient(slope, normal, inverse, width):
-    """Return the gradient of the normalized value's input, for that of the normal."""
+    """Return the gradient of the normalized value's input, from the normal's gradient."""
     mean = tl.sum(slope * normal, 1)[:, None] / width
     return (slope - normal * mean) * inverse

@@ -12,7 +12,7 @@ def round_columns(
 ):  # fmt: skip
     """Round `rows` rows, column by column; a column's loss is added to later ones. codes, lost,
     part, scale: (num_rows, num_columns); upper: (num_columns, num_columns). Divisions and products
-    round as PyTorch's do, so codes are those of its loop."""
+    round as PyTorch's do, so its loop gives the same codes."""
     row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
     column = tl.arange(0, columns)
     inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]

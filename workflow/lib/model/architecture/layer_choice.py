@@ -40,6 +40,7 @@ def is_recomputed(recomputation: Recomputation, layer: int) -> bool:
 
 
 def recomputed_layers(recomputation: Recomputation, num_layers: int) -> list[int]:
+    """Return the numbers of the decoder layers that backward recomputes."""
     return [layer for layer in range(num_layers) if is_recomputed(recomputation, layer)]
 
 

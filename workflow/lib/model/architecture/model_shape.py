@@ -143,7 +143,7 @@ class ModelShape:
     def total(
         self, size: Callable[[DecoderLayer], int], layers: Iterable[int] | None = None
     ) -> int:
-        """Return the sum of a size over all decoder layers, or over those of these numbers."""
+        """Return the sum of a size over all decoder layers, or over these numbers."""
         counts = self.counts
         if layers is not None:
             counts = dict(Counter(self.order[number] for number in layers))

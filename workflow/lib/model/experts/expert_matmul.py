@@ -171,7 +171,7 @@ def value(stack: Stack, rows: Rows, low: torch.Tensor | None, routing: Routing) 
 
 
 def low_gradient(stack: Stack, grad: Rows, routing: Routing) -> torch.Tensor | None:
-    """Return the gradient of `low_rank` (R, r) for that of the value (R, out)."""
+    """Return the gradient of `low_rank` (R, r) from the value's gradient (R, out)."""
     if stack.adapter is None:
         return None
     grad_low = rows_matmul(grad, Weights(stack.adapter.b.transpose(1, 2)), routing)
@@ -181,7 +181,7 @@ def low_gradient(stack: Stack, grad: Rows, routing: Routing) -> torch.Tensor | N
 def input_gradient(
     stack: Stack, grad: Rows, grad_low: torch.Tensor | None, routing: Routing
 ) -> torch.Tensor:
-    """Return the gradient of the rows (R, in) for those of the value and of `low_rank`."""
+    """Return the gradient of the rows (R, in) from the gradients of the value and of `low_rank`."""
     base, dtype = stack.base, grad.values.dtype
     float8 = base.matmul_precision.backward
     operand_rows = operand(grad, float8=float8)

@@ -61,9 +61,9 @@ class Gate:
     def gradients(
         self, up: torch.Tensor, grad: torch.Tensor, weights: torch.Tensor, routing: Routing
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the function's value p (R, f), the gradient of up(x), and that of the router's
-        weights (T, k) fp32. grad: the gradient of p before it is multiplied by a row's weight. `up`
-        and `grad` may be overwritten."""
+        """Return the function's value p (R, f), the gradients of up(x) and of the router's weights
+        (T, k) fp32. grad: the gradient of p before it is multiplied by a row's weight. `up` and
+        `grad` may be overwritten."""
         arguments = (grad, up, weights, routing.order)
         if self.form is not None and gated_backward_.takes_kernel(*arguments, self.form):
             return gated_backward_(*arguments, self.form)
@@ -193,8 +193,8 @@ def _down_gradients(
     routing: Routing,
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """Return the gradients of up(x), of the router's weights (T, k), and of the second stack's
-    adapter, for that of y (T, hidden). The gradient of p_e is grad y_e times y_e: that of the
-    product before p_e, times the product."""
+    adapter, from the gradient of y (T, hidden). The gradient of p_e is grad y_e times y_e: that of
+    the product before p_e, times the product."""
     down = experts.stack(1, up.dtype)
     grad_low = low_gradient(down, grad, routing)
     grad_product = input_gradient(down, grad, grad_low, routing)

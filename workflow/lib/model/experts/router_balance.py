@@ -122,7 +122,7 @@ class RouterBalance:
 
     @torch.no_grad()
     def count(self, logits: torch.Tensor) -> None:
-        """Add a layer's tokens to those of the micro-batch, given their logits (T, experts)."""
+        """Add a layer's tokens to the micro-batch's, given their logits (T, experts)."""
         if not self._counting:  # recomputation of a layer
             return
         probabilities = logits.float().softmax(dim=-1)
@@ -218,7 +218,7 @@ class _Balanced(torch.autograd.Function):
 
 
 class _Joined(torch.autograd.Function):
-    """Returns a loss unchanged. Its backward precedes that of all layers, which need its slope."""
+    """Returns a loss unchanged. Its backward precedes all layers', which need its slope."""
 
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor, balance: RouterBalance) -> torch.Tensor:
@@ -259,7 +259,8 @@ def router_balance(
 
 @torch.no_grad()
 def _computes_the_same(model: nn.Module, settings: BalanceSettings) -> bool:
-    """Compare the function beside the model's class with ours on random logits, with padding."""
+    """Compare the function beside the model's class with the engine's on random logits, with
+    padding."""
     family_loss = getattr(inspect.getmodule(type(model)), "load_balancing_loss_func", None)
     if family_loss is None:
         return False

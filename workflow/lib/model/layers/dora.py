@@ -58,7 +58,7 @@ class _Lengthened(torch.autograd.Function):
 def lengthen_backward(
     grads: Sequence[torch.Tensor], values: Sequence[torch.Tensor], factors: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the gradients of directions (..., out) and factors (out,) for those of the values."""
+    """Return the gradients of directions (..., out) and factors (out,) from the values'."""
     grad_directions, grad_factors = [], []
     for grad, y, factor in zip(grads, values, factors, strict=True):
         grad_direction, sums = lengths.lengthen_backward(grad, y, factor)

@@ -26,7 +26,7 @@ class FusedNorm(nn.Module):
         subtracts_mean: bool = False,
         bias: nn.Parameter | None = None,
     ) -> None:
-        """offset: 0 or 1, what is added to the weight. Weight and bias are frozen."""
+        """offset: 0 or 1, added to the weight. Weight and bias are frozen."""
         super().__init__()
         self.weight, self.bias = weight, bias
         self.eps, self.offset, self.subtracts_mean = eps, offset, subtracts_mean

@@ -118,7 +118,7 @@ def values(
 
 
 def low_gradient(linears: Sequence[Adapted], grads: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the gradient of `low_rank` (T, sum of ranks) for those of the values (T, out)."""
+    """Return the gradient of `low_rank` (T, sum of ranks) from the values' gradients (T, out)."""
     if len(linears) == 1:
         small = _cast([linears[0].b], linears[0], grads[0].dtype)
         return scaled_matmul(grads[0], small, linears[0].scale)
@@ -131,7 +131,8 @@ def low_gradient(linears: Sequence[Adapted], grads: Sequence[torch.Tensor]) -> t
 def input_gradient(
     linears: Sequence[Adapted], grads: Sequence[torch.Tensor], grad_low: torch.Tensor
 ) -> torch.Tensor:
-    """Return the gradient of the rows (T, in) for those of the values and of `low_rank`."""
+    """Return the gradient of the rows (T, in) from the gradients of the values and of
+    `low_rank`."""
     if linears[0].base.matmul_precision.backward and not _drops(linears):
         return _matmuls_first(linears, grads, grad_low)
     grad_rows = _adapters_input_gradient(linears, grad_low)
@@ -277,7 +278,7 @@ def nf4_lora_matmuls(
     x: torch.Tensor, layers: Sequence[Any], *, draws: Draws | None = None
 ) -> tuple[torch.Tensor, ...]:
     """Return W x + b + s B A d(x), with DoRA as in `dora`, of layers that share their input x (...,
-    in_features), by one node. draws: of the masks; None: those of this pass."""
+    in_features), by one node. draws: of the masks; None: of this pass."""
     weights = [weight for layer in layers for weight in layer.fused_weights()]
     factors = [layer.fused_factor(x.dtype) for layer in layers]
     multiply: Callable[..., tuple[torch.Tensor, ...]] = _NF4LoraMatMuls.apply

@@ -25,7 +25,7 @@ STATE_SUFFIX = "weight.quant_state.bitsandbytes__nf4"
 @dataclasses.dataclass(frozen=True)
 class NF4Spec:
     """A packed weight: shape (out_features, in_features), weights per scale, double quantization.
-    Experts are stacked in rows: `out_features` counts those of all."""
+    Experts are stacked in rows: `out_features` counts all experts' rows."""
 
     shape: tuple[int, int]
     block_size: int

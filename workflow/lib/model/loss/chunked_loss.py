@@ -1,9 +1,9 @@
 """Cross-entropy of the output head over trained positions only, in chunks: the logits of a whole
 batch never exist.
 
-The forward computes the gradient of the hidden states chunk by chunk, and sums that of a trained
-head (`trained_modules`), so backward needs no logits. Only a trained head's gradient with unknown
-slopes (`log_probs`) makes backward compute the chunks again. The idea is fused linear cross-entropy
+The forward computes the gradient of the hidden states chunk by chunk, and sums a trained head's
+(`trained_modules`), so backward needs no logits. Only a trained head's gradient with unknown slopes
+(`log_probs`) makes backward compute the chunks again. The idea is fused linear cross-entropy
 (Liger, arXiv 2410.10989); masked rows are dropped before the matmul (TRL's chunked_nll)."""
 
 from collections.abc import Iterator, Sequence
@@ -77,7 +77,7 @@ class LinearCrossEntropy(nn.Module):
         return loss
 
     def log_probs(self, states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return log p (rows,) fp32 of the targets; 0 of one that is `IGNORED`."""
+        """Return log p (rows,) fp32 of the targets; 0 where a target is `IGNORED`."""
         losses: torch.Tensor = self(states, targets, by_row=True)
         return -losses
 
@@ -291,8 +291,8 @@ class _SummedLoss(torch.autograd.Function):
 
 
 class _RowLosses(torch.autograd.Function):
-    """The losses of all rows. Forward computes gradients of a frozen head; backward those of a
-    trained head, whose sum over rows needs the rows' slopes."""
+    """The losses of all rows. Forward computes gradients of a frozen head; backward
+    computes a trained head's, whose sum over rows needs the rows' slopes."""
 
     @staticmethod
     def forward(

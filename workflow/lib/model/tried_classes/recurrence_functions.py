@@ -38,7 +38,7 @@ Arguments = dict[str, Any]
 
 
 class Replacement(NamedTuple):
-    """A function with an equivalent of ours."""
+    """A family's function with an equivalent of the engine's."""
 
     parameters: tuple[str, ...]  # by name; it may have more
     compute: Callable[[Arguments], Any]
@@ -51,14 +51,14 @@ class Replacement(NamedTuple):
 
 
 def replace_recurrences_(module: nn.Module) -> bool:
-    """Call ours for each function of its file that we know; return whether there is one."""
+    """Replace the known functions that a module calls; return whether there is one."""
     return replace_called_functions_(module, _replacement_of)
 
 
 @functools.cache
 def _replacement_of(function: FunctionType) -> Callable[..., Any] | None:
-    """Return ours with the arguments and the result of `function`, which gets calls with more
-    arguments; None if `function` is unknown."""
+    """Return the engine's function with the arguments and the result of `function`, which gets
+    calls with more arguments; None if `function` is unknown."""
     code = inspect.unwrap(function)
     signature = inspect.signature(code)
     for replacement in REPLACEMENTS:

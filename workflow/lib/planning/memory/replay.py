@@ -177,7 +177,7 @@ def _growth(block: Block) -> int:
 
 
 def _room(block: Block) -> int:
-    """Size of a free block, with that of the addresses it can grow by."""
+    """Size of a free block and of the addresses it can grow by."""
     return block.size + _growth(block)
 
 

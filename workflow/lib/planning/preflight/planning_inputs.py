@@ -87,14 +87,14 @@ def micro_batch_sizes(wanted: int | str, *, rows: int, processes: int) -> list[i
 
 
 def compute_dtype(model: ModelConfig, machine: Machine) -> str:
-    """Return the dtype of activations; raises `UserError` for one that the machine lacks."""
+    """Return the dtype of activations; raises `UserError` if the machine lacks it."""
     return choose_dtype(
         model.compute_dtype, cuda=machine.device == "cuda", bfloat16=machine.bfloat16
     )
 
 
 def matmul_dtype(run: RunConfig, machine: Machine) -> str:
-    """Return the matmul dtype of training; raises `UserError` for one that the machine lacks."""
+    """Return the matmul dtype of training; raises `UserError` if the machine lacks it."""
     dtype = compute_dtype(run.model, machine)
     hardware = MatmulHardware(machine.device == "cuda", machine.float8)
     return choose_matmul_dtype(run.train.matmul_dtype, hardware, compute_dtype=dtype)

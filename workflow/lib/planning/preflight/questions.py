@@ -87,7 +87,7 @@ class _LengthLines:
     recorded: dict[str, Peaks] = field(default_factory=dict)
 
     def peaks(self, plans: Sequence[StepPlan]) -> list[Peaks]:
-        """Return the peaks of plans, between (or beyond) those of the same at the two lengths."""
+        """Return the peaks of plans, between (or beyond) their peaks at the two lengths."""
         ends = [replace(plan, seq_len=n) for plan in plans for n in (self.short, self.long)]
         new = {str(end): end for end in ends if str(end) not in self.recorded}
         self.recorded |= zip(new, self.record.peaks(list(new.values())), strict=True)

@@ -146,7 +146,7 @@ class Clock:
     def _late(
         self, sums: _Sums, plan: StepPlan, num_layers: int, *, backward: bool
     ) -> tuple[float, float]:
-        """Return the excess over compute of a pass's traffic, and that of its copies."""
+        """Return by how much a pass's traffic and copies exceed its compute."""
         computing_s = sum(sums[name, backward] for name in COMPUTING)
         out_s, back_s = (sums[name, backward] for name in (kinds.TO_HOST, kinds.FROM_HOST))
         traffic_s = sums[TRAFFIC, backward]
