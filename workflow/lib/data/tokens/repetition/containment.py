@@ -368,25 +368,23 @@ def _counted(
     most = min(MOST_ROWS, max(SHORT_ROWS + 1, int(COMMON_SHARE * all_rows)))
     most_rows = np.where(index.shingles < SHORT_SHINGLES, SHORT_ROWS, most)
     few = rows[index.answers] <= most_rows[index.answer_owners]
-    few_counts = np.bincount(index.answer_owners[few], minlength=len(index))
-    all_counts = np.bincount(index.answer_owners, minlength=len(index))
-    by_question = (index.shingles < LEAST_SHINGLES) | (2 * few_counts < all_counts)
+    num_few = np.bincount(index.answer_owners[few], minlength=len(index))
+    num_all = np.bincount(index.answer_owners, minlength=len(index))
+    by_question = (index.shingles < LEAST_SHINGLES) | (2 * num_few < num_all)
     rare = rows[index.contexts] < CONTEXT_ROWS
-    rare_contexts = np.bincount(index.question_owners[rare], minlength=len(index))
-    all_contexts = np.bincount(index.question_owners, minlength=len(index))
-    question_counts = by_question[index.question_owners] & (
-        rare | (rare_contexts == 0)[index.question_owners]
+    num_rare = np.bincount(index.question_owners[rare], minlength=len(index))
+    num_contexts = np.bincount(index.question_owners, minlength=len(index))
+    is_question_key = by_question[index.question_owners] & (
+        rare | (num_rare == 0)[index.question_owners]
     )
-    answer_counts = few & ~by_question[index.answer_owners]
+    is_answer_key = few & ~by_question[index.answer_owners]
     return (
-        np.concatenate([index.answers[answer_counts], index.questions[question_counts]]),
+        np.concatenate([index.answers[is_answer_key], index.questions[is_question_key]]),
         np.concatenate(
-            [index.answer_owners[answer_counts], index.question_owners[question_counts]]
+            [index.answer_owners[is_answer_key], index.question_owners[is_question_key]]
         ),
         by_question,
-        np.where(
-            by_question & (rare_contexts > 0) & (rare_contexts < all_contexts), SHINGLE_WORDS - 1, 0
-        ),
+        np.where(by_question & (num_rare > 0) & (num_rare < num_contexts), SHINGLE_WORDS - 1, 0),
     )
 
 
