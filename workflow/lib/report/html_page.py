@@ -173,12 +173,7 @@ NUMBERS: dict[str, Callable[[float], str]] = {
 }
 
 
-def render_page(
-    runs: list[Run],
-    *,
-    report: ReportConfig,
-    settings: Mapping[str, Any],
-) -> str:
+def render_page(runs: list[Run], *, report: ReportConfig, settings: Mapping[str, Any]) -> str:
     """Return the page of `runs` (at least one) as HTML. settings: by run, the settings that differ
     from the defaults; the page has commands with them that reproduce everything."""
     assert runs, "a report shows at least one run"

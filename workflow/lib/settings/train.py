@@ -168,8 +168,7 @@ class TrainConfig(Section):
     affects: ClassVar = Affects("result", stages=("preflight_run", "finetune"))
 
     objective: Annotated[
-        ObjectiveName,
-        Affects(stages=("preflight_run", "finetune", "evaluate_run")),
+        ObjectiveName, Affects(stages=("preflight_run", "finetune", "evaluate_run"))
     ] = "sft"
     """Objective: the next token (`sft`), pairs (`dpo`, `ipo`, `simpo`, `orpo`), rated answers
     (`kto`, see `preferences`), or a teacher's predictions (see `distill`)."""

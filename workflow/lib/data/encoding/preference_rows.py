@@ -30,12 +30,7 @@ from workflow.lib.data.encoding.row_formats import (
     row_schema,
     whole_conversation,
 )
-from workflow.lib.data.encoding.row_values import (
-    EMPTY,
-    RowError,
-    json_value,
-    kind,
-)
+from workflow.lib.data.encoding.row_values import EMPTY, RowError, json_value, kind
 from workflow.lib.data.encoding.sample_encoder import Encoded, SampleEncoder
 from workflow.lib.data.reading.row_chunks import Values
 from workflow.lib.settings.data import DataColumns, Format

@@ -142,10 +142,7 @@ class SampleEncoder:
         if isinstance(sample, Conversation):
             rendered = _chosen(self._renderers, sample).render(sample)
             return partial(
-                self._encode_chat,
-                rendered,
-                notes=_notes(sample),
-                weights=sample.weights,
+                self._encode_chat, rendered, notes=_notes(sample), weights=sample.weights
             )
         if self._loss_on == "last_turn":
             raise RowError("no turns: data.loss_on = last_turn needs conversations")

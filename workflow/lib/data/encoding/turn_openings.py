@@ -19,10 +19,7 @@ from workflow.lib.data.encoding.message_forms import Message
 from workflow.lib.data.encoding.probe_conversations import PROBE
 from workflow.lib.data.encoding.row_values import RowError
 from workflow.lib.data.encoding.safe_encoder import SafeEncoder
-from workflow.lib.data.encoding.template_texts import (
-    reasoning_of,
-    texts_of_conversation,
-)
+from workflow.lib.data.encoding.template_texts import reasoning_of, texts_of_conversation
 
 CONTENT, REASONING = "qcontentq", "qreasoningq"  # marks
 # The text of DeepSeek R1 and QwQ after a reasoning that their prompt opens and no turn shows.

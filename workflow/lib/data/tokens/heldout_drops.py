@@ -65,10 +65,7 @@ def drop_near_duplicates(
 
     def reasons() -> Iterator[tuple[int, str]]:
         for match in matches:
-            document, repeated = (
-                heldout.documents[match.heldout],
-                train.documents[match.train],
-            )
+            document, repeated = heldout.documents[match.heldout], train.documents[match.train]
             ids = document[0][shared_tokens(document, repeated, pieces=pieces)].tolist()
             words = printable(str(tokenizer.decode(ids, skip_special_tokens=True)).strip())
             yield (

@@ -326,10 +326,7 @@ def _matches(
     # A training document may share several exchanges of a held-out one.
     order, firsts = grouped(index.documents[sharing], documents)
     covered = np.add.reduceat((shares * index.tokens[sharing])[order], firsts)
-    queries, matched = (
-        index.documents[sharing][order[firsts]],
-        documents[order[firsts]],
-    )
+    queries, matched = index.documents[sharing][order[firsts]], documents[order[firsts]]
     numbers, owners = np.unique(index.documents, return_inverse=True)
     totals = np.bincount(owners, weights=index.tokens)
     share = covered / totals[np.searchsorted(numbers, queries)]
