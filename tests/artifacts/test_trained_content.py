@@ -4,12 +4,7 @@ import pytest
 
 from workflow.lib.artifacts.trained_content import input_digests, trained_content
 from workflow.lib.checkpoints.files.model_files import ADAPTER_WEIGHTS
-from workflow.lib.system.files import (
-    file_sha256,
-    provenance,
-    write_checked_json,
-    write_checksums,
-)
+from workflow.lib.system.files import file_sha256, provenance, write_checked_json, write_checksums
 
 FILES = {
     "training tokens": "tokens/train.input_ids.npy",

@@ -190,10 +190,7 @@ def test_key_that_yaml_reads_as_a_number_is_refused():
         ({}, "runs = {}: must have at least 1 entry. Change it."),
         (None, "runs = null: must be a section (keys below it). Change it."),
         ({"a": 3}, "runs.a = 3: must be a section (keys below it). Change it."),
-        (
-            {"a": {"lora": {"r": 0}}},
-            "runs.a.lora.r = 0: must be at least 1. Change it.",
-        ),
+        ({"a": {"lora": {"r": 0}}}, "runs.a.lora.r = 0: must be at least 1. Change it."),
         (
             {"a": {"runs": {}}},
             "runs.a.runs: there is no such key. Valid keys: model, data, quantize, lora, train, "

@@ -22,14 +22,7 @@ def run_with(**sections):
             "w4a16",
         ),
         (
-            {
-                "export": {
-                    "merged": True,
-                    "w4a16": True,
-                    "gguf": ["q8_0"],
-                    "serve": "llama_cpp",
-                }
-            },
+            {"export": {"merged": True, "w4a16": True, "gguf": ["q8_0"], "serve": "llama_cpp"}},
             ("original", "base", "tuned", "merged", "w4a16"),
             "merged",
         ),

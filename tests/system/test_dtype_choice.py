@@ -2,10 +2,7 @@
 
 import pytest
 
-from workflow.lib.system.dtype_choice import (
-    MatmulHardware,
-    choose_matmul_dtype,
-)
+from workflow.lib.system.dtype_choice import MatmulHardware, choose_matmul_dtype
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.gpu_models import BY_NAME
 

@@ -9,12 +9,7 @@ import pytest
 
 from tests.support.refusals import refusal
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.input_files import (
-    MOST_HASHED_BYTES,
-    Inputs,
-    read_input,
-    why_unreadable,
-)
+from workflow.lib.system.input_files import MOST_HASHED_BYTES, Inputs, read_input, why_unreadable
 
 
 @pytest.fixture
