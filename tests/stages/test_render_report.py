@@ -109,6 +109,14 @@ def test_phone_never_scrolls_sideways(dark_phone):
 
 
 @needs_chromium
+@pytest.mark.parametrize("box", [".scroll", "nav ol"])
+def test_phone_shows_a_shadow_where_a_box_goes_on(dark_phone, box):
+    """Two shadows stay at the sides; two covers of them move away with the content."""
+    style = f"getComputedStyle(document.querySelector('{box}')).backgroundAttachment"
+    assert dark_phone.page.evaluate(style).split(", ")[:4] == ["local", "local", "scroll", "scroll"]
+
+
+@needs_chromium
 def test_accessibility_audit_finds_nothing(either):
     """All rules of axe-core, contrast among them."""
     audit = Axe().run(either.page)
