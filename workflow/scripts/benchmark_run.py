@@ -12,7 +12,6 @@ once for all cases of a shape.
 
 import argparse
 import importlib.util
-import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
@@ -40,9 +39,7 @@ from workflow.lib.system.hardware import visible_gpus
 from workflow.lib.system.locks import exclusive
 from workflow.lib.system.number_formats import size
 from workflow.lib.training.launch import Workers, launch_workers
-from workflow.scripts.command import run, stage_parser
-
-logger = logging.getLogger("workflow")
+from workflow.scripts.command import logger, run, stage_parser
 
 FINAL = ("measured", "out_of_memory")
 PEER = "workflow.scripts.benchmark_peer"

@@ -9,7 +9,6 @@ program."""
 
 import argparse
 import json
-import logging
 import readline
 from pathlib import Path
 
@@ -20,9 +19,7 @@ from workflow.lib.settings.config import ModelConfig, RunConfig
 from workflow.lib.settings.forms import FORMS, SUBJECTS
 from workflow.lib.system.environment import importing
 from workflow.lib.system.errors import UserError, setting_error
-from workflow.scripts.command import run, stage_parser
-
-logger = logging.getLogger("workflow")
+from workflow.scripts.command import logger, run, stage_parser
 
 MODELS = tuple(name for name in SUBJECTS if FORMS[name].adapter != "start")
 NEW = "/new"

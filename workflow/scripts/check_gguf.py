@@ -4,16 +4,13 @@ training whose result it could not write.
 It writes only the vocabulary, which is deleted. Writes `check.json` on success."""
 
 import argparse
-import logging
 from pathlib import Path
 
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.export.gguf_files import check_convertible
 from workflow.lib.settings.config import ExportConfig
 from workflow.lib.system.files import provenance, write_checked_json
-from workflow.scripts.command import run, stage_parser
-
-logger = logging.getLogger("workflow")
+from workflow.scripts.command import logger, run, stage_parser
 
 
 def main(args: argparse.Namespace) -> None:

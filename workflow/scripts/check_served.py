@@ -7,7 +7,6 @@ Transformers and PEFT compute the same. Writes `served.json`; ends with the serv
 refuses the exported files."""
 
 import argparse
-import logging
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,9 +47,7 @@ from workflow.lib.settings.forms import EXPORTS, FORMS
 from workflow.lib.system.checksums import check_files, listed_files
 from workflow.lib.system.files import write_checked_json
 from workflow.lib.system.hardware import visible_gpus
-from workflow.scripts.command import form_folders, run, stage_parser
-
-logger = logging.getLogger("workflow")
+from workflow.scripts.command import form_folders, logger, run, stage_parser
 
 
 def main(args: argparse.Namespace) -> None:

@@ -6,7 +6,6 @@ the logits of the reloaded adapter differ from
 the trained model's, or its tokenizer writes conversations differently, nothing is exported."""
 
 import argparse
-import logging
 from pathlib import Path
 
 from workflow.lib.artifacts.manifest_record import ConversationFacts
@@ -40,9 +39,7 @@ from workflow.lib.system.checksums import (
 )
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import new_folder, write_checked_json, write_checksums
-from workflow.scripts.command import Folder, run, stage_parser
-
-logger = logging.getLogger("workflow")
+from workflow.scripts.command import Folder, logger, run, stage_parser
 
 
 def main(args: argparse.Namespace) -> None:

@@ -7,7 +7,6 @@ documents within a bound, greedy answers. Writes the folder `--output`: the file
 `SHA256SUMS`. If a check fails, nothing is exported."""
 
 import argparse
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,9 +46,7 @@ from workflow.lib.settings.config import ExportConfig
 from workflow.lib.settings.evaluate import GgufForm, GgufFormat
 from workflow.lib.system.checksums import downloaded_files, listed_files
 from workflow.lib.system.files import new_folder, write_checked_json, write_checksums
-from workflow.scripts.command import run, stage_parser
-
-logger = logging.getLogger("workflow")
+from workflow.scripts.command import logger, run, stage_parser
 
 DOCUMENTS, PROMPTS, NEW_TOKENS, SEED = 64, 4, 24, 0
 

@@ -7,7 +7,6 @@ model of the class. Planning reads the description. A model that is not covered,
 not belong together, end with exit status 1."""
 
 import argparse
-import logging
 
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.export.conversions import CONVERSIONS
@@ -21,9 +20,7 @@ from workflow.lib.model.describe_model import describe_checkpoint
 from workflow.lib.planning.preflight.checks import CHECKS_HELP, check_models
 from workflow.lib.settings.forms import CONVERTED
 from workflow.lib.system.files import write_checked_json
-from workflow.scripts.command import add_settings, run, stage_parser
-
-logger = logging.getLogger("workflow")
+from workflow.scripts.command import add_settings, logger, run, stage_parser
 
 
 def main(args: argparse.Namespace) -> None:

@@ -8,7 +8,6 @@ and only the converters are extracted. The folder `--output` appears when it is 
 
 import argparse
 import hashlib
-import logging
 import subprocess
 import sys
 import tarfile
@@ -18,15 +17,12 @@ from pathlib import Path
 from workflow.lib.settings.evaluate import CONVERTER
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import replace_folder
-from workflow.scripts.command import run, stage_parser
+from workflow.scripts.command import logger, run, stage_parser
 
 PACKAGE = "xllamacpp"
 INSIDE = "/thirdparty/llama.cpp/"
 TAKEN = ("conversion/", "gguf-py/gguf/", "convert_", "LICENSE")
 SHOWN_LINES = 4
-
-
-logger = logging.getLogger("workflow")
 
 
 def main(args: argparse.Namespace) -> None:

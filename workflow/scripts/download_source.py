@@ -7,7 +7,6 @@ folder `--output` appears when it is complete; a repeated command resumes an int
 download."""
 
 import argparse
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,7 @@ from workflow.lib.data.reading import hub_download as hub
 from workflow.lib.planning.preflight.checks import CHECKS_HELP, check_models
 from workflow.lib.system.environment import importing
 from workflow.lib.system.files import write_checked_json
-from workflow.scripts.command import add_settings, run, stage_parser
-
-logger = logging.getLogger("workflow")
+from workflow.scripts.command import add_settings, logger, run, stage_parser
 
 
 def main(args: argparse.Namespace) -> None:

@@ -58,9 +58,7 @@ from workflow.lib.settings.objectives import reads_start
 from workflow.lib.system.checksums import RecordedFile
 from workflow.lib.system.files import new_folder, write_checked_json
 from workflow.lib.system.input_files import Inputs
-from workflow.scripts.command import form_folders
-
-logger = logging.getLogger("workflow")
+from workflow.scripts.command import form_folders, logger
 
 PREPARING_S = 3600.0  # of tasks, whose data may be downloaded
 

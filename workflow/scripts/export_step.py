@@ -4,7 +4,6 @@ The checkpoint is one of `export.steps`, or any other existing one, also of an u
 run ended before the step, `not_reached.txt` says so, in place of an adapter."""
 
 import argparse
-import logging
 from pathlib import Path
 
 from workflow.lib.artifacts.manifest_record import ConversationFacts
@@ -22,9 +21,7 @@ from workflow.lib.system.checksums import (
 )
 from workflow.lib.system.files import new_folder, write_checksums, write_text
 from workflow.lib.training.chosen_checkpoint import GO_BACK, chosen_checkpoint
-from workflow.scripts.command import run, stage_parser
-
-logger = logging.getLogger("workflow")
+from workflow.scripts.command import logger, run, stage_parser
 
 NOT_REACHED = "not_reached.txt"
 

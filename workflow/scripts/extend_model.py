@@ -3,15 +3,12 @@
 The copy is a model folder like any other: tokens, NF4 base, evaluation and export use it."""
 
 import argparse
-import logging
 
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.export.extended_model import write_extended
 from workflow.lib.settings.config import ModelConfig
 from workflow.lib.system.files import new_folder
-from workflow.scripts.command import run, stage_parser
-
-logger = logging.getLogger("workflow")
+from workflow.scripts.command import logger, run, stage_parser
 
 
 def main(args: argparse.Namespace) -> None:

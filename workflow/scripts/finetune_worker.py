@@ -57,10 +57,8 @@ from workflow.lib.training.run_record import (
     summarize,
 )
 from workflow.lib.training.startup_checks import check_inputs, check_precision, startup_checks
-from workflow.scripts.command import run
+from workflow.scripts.command import logger, run
 from workflow.scripts.finetune import command_line, tracking_settings
-
-logger = logging.getLogger("workflow")
 
 
 def main(args: argparse.Namespace) -> None:

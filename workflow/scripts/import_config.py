@@ -8,7 +8,6 @@ key, writes the config, and asks preflight whether it fits these GPUs. Keys with
 """
 
 import argparse
-import logging
 from pathlib import Path
 from typing import Any, get_args
 
@@ -23,9 +22,7 @@ from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import write_text
 from workflow.lib.system.gpu_models import parse_gpus
 from workflow.lib.system.redaction import redacted
-from workflow.scripts.command import run, stage_parser
-
-logger = logging.getLogger("workflow")
+from workflow.scripts.command import logger, run, stage_parser
 
 
 def main(args: argparse.Namespace) -> None:

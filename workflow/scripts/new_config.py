@@ -9,7 +9,6 @@ and asks preflight whether it fits these GPUs. Nothing is trained, and no weight
 """
 
 import argparse
-import logging
 import math
 import shutil
 import subprocess
@@ -37,9 +36,7 @@ from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import read_checked_json, write_json, write_text
 from workflow.lib.system.gpu_models import parse_gpus
 from workflow.lib.system.redaction import redacted
-from workflow.scripts.command import run, stage_parser
-
-logger = logging.getLogger("workflow")
+from workflow.scripts.command import logger, run, stage_parser
 
 STAND_IN = Path(__file__).parents[1] / "resources" / "base"
 PLAIN_TEMPLATE = "workflow/resources/templates/plain.jinja"

@@ -9,6 +9,9 @@ By hand (with --gpus) it answers the same for any model on any GPUs, without eit
 
   python -m workflow.scripts.preflight_run --model meta-llama/Llama-3.1-70B --gpus 2x4090
 
+A search (--longest, --largest) runs the same prediction many times, and prints the command for its
+answer alone.
+
 The verdict comes from the engine itself: it runs two steps of the chosen plan on tensors without
 values, and its GPU allocations are replayed. That takes 7 to 20 s the first time, and is cached.
 With --estimate the plan itself is not recorded: the answer is by lines between recordings, shipped
@@ -16,37 +19,60 @@ or cached for many models, and takes a second then.
 """
 
 import argparse
-import logging
+import shlex
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from workflow.lib.evaluation.task_files import check_tasks
 from workflow.lib.model.architecture.model_shape import ModelShape, described_config, read_shape
+from workflow.lib.model.architecture.shipped_shapes import known_models
 from workflow.lib.planning.preflight.checks import read_machine, read_tokens
 from workflow.lib.planning.preflight.planning_inputs import attention_needs, training_attention
-from workflow.lib.planning.preflight.questions import PlannedRun
-from workflow.lib.planning.preflight.table import render, summary
-from workflow.lib.planning.preflight.what_if import NAME
-from workflow.lib.recording.recording_process import plan_recorder
-from workflow.lib.settings.config import RunConfig
-from workflow.lib.system.errors import UserError
-from workflow.lib.system.files import file_sha256, provenance, write_checked_json
-from workflow.scripts.command import run, stage_parser
-from workflow.scripts.preflight_run_by_hand import (
-    SEARCHES,
-    add_by_hand,
-    answer,
-    check_arguments,
-    described,
+from workflow.lib.planning.preflight.questions import (
+    LENGTH_STEP,
+    PlannedRun,
+    largest,
+    longest,
+    num_weights,
 )
+from workflow.lib.planning.preflight.table import render, summary
+from workflow.lib.planning.preflight.what_if import (
+    NAME,
+    find_config,
+    find_shape,
+    imagined_tokens,
+    machine_by_hand,
+    settings_of,
+)
+from workflow.lib.recording.recording_process import (
+    PlanRecorder,
+    RecordingProcess,
+    plan_recorder,
+    recording_process,
+)
+from workflow.lib.settings.config import RunConfig
+from workflow.lib.system.environment import importing
+from workflow.lib.system.errors import UserError, setting_error
+from workflow.lib.system.files import file_sha256, provenance, write_checked_json
+from workflow.lib.system.gpu_models import parse_gpus
+from workflow.scripts.command import logger, run, stage_parser
 
-logger = logging.getLogger("workflow")
+SEARCHES = ("longest", "largest")
+RUN_OPTIONS = ("model", "revision", "gpus", "host_gib", "seq_len", "rank", "batch", "rows", "set")
+NEEDED_AND_FOREIGN: dict[str | None, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    None: (("model", "gpus"), ()),
+    "longest": (("model", "gpus"), ("output", "seq_len")),
+    "largest": (("gpus",), ("output", "model", "revision")),
+}
+SEQ_LEN = 2048
+MOST_NAMED = 8  # models larger than the answer
 
 
 def main(args: argparse.Namespace) -> None:
     if args.config is None:
         args.run = args.run or NAME
-        answer(args, parser(), predict)
+        answer(args)
         return
     check_arguments(
         args,
@@ -104,6 +130,146 @@ def predict(args: argparse.Namespace, planned: PlannedRun) -> None:
         raise UserError(f"run {args.run} does not fit: {decision.reason}.")
 
 
+def answer(args: argparse.Namespace) -> None:
+    """Predict, or search. Raises `UserError` if nothing fits."""
+    searches = [name for name in SEARCHES if getattr(args, name) is not None]
+    if len(searches) > 1:
+        bound = "--longest is given too, and one answer is searched at a time"
+        raise setting_error("--largest", args.largest, bound, "Remove --longest or --largest")
+    search = searches[0] if searches else None
+    check_by_hand(args, search)
+    with recording_process() as process:
+        if search == "largest":
+            print_largest(args, process)
+            return
+        planned = planned_run(args, *find_model(args, args.model, process))
+        if search == "longest":
+            print_longest(args, planned)
+        else:
+            predict(args, planned)
+
+
+def check_by_hand(args: argparse.Namespace, search: str | None) -> None:
+    """Raise `UserError` unless the arguments are those of a search, or of a prediction."""
+    needed, foreign = NEEDED_AND_FOREIGN[search]
+    use = f"with --{search}" if search else "without --config"
+    check_arguments(args, needed, ("tokens", *foreign), use=use)
+    lengths = [change for change in args.set if change.startswith("data.seq_len=")]
+    if search == "longest" and lengths:
+        raise setting_error("--set", lengths[0], "--longest finds it", "Remove it")
+
+
+def check_arguments(
+    args: argparse.Namespace, needed: Iterable[str], foreign: Iterable[str], *, use: str
+) -> None:
+    """Raise `UserError` if an argument of this use is missing, or one of another use is set."""
+    for name in needed:
+        if getattr(args, name) is None:
+            option = f"--{name.replace('_', '-')}"
+            raise setting_error(option, None, f"it is needed {use}", "Give it; see --help")
+    for name in foreign:
+        if (value := getattr(args, name)) not in (None, False):
+            option = f"--{name.replace('_', '-')}"
+            raise setting_error(option, str(value), f"it has no meaning {use}", "Remove it")
+
+
+def find_model(
+    args: argparse.Namespace, name: str, process: RecordingProcess
+) -> tuple[ModelShape, PlanRecorder]:
+    """Return the shape of a model, and the recorder of its plans."""
+    shape = find_shape(name, revision=args.revision, describe=described)
+    return shape, PlanRecorder(process, find_config(name, revision=args.revision), shape)
+
+
+def described(model: Path) -> ModelShape:
+    """Describe the model of a folder, with its weights if there are any, or of a config.json."""
+    # Loading torch takes seconds, and most predictions need none.
+    with importing():
+        from workflow.lib.checkpoints.checkpoint import Checkpoint
+        from workflow.lib.model.describe_model import describe_checkpoint, describe_file
+
+    if not model.is_dir():
+        return describe_file(model)
+    if any(model.glob("*.safetensors")):
+        return describe_checkpoint(Checkpoint.open(model))
+    return describe_file(model / "config.json")
+
+
+def planned_run(args: argparse.Namespace, shape: ModelShape, record: PlanRecorder) -> PlannedRun:
+    """Return the run of the arguments."""
+    count, gpu = parse_gpus(args.gpus, setting="--gpus")
+    seq_len = SEQ_LEN if args.seq_len is None else args.seq_len
+    settings = settings_of(
+        args.set, seq_len=seq_len, rank=args.rank, processes=count, batch=args.batch
+    )
+    machine = machine_by_hand((count, gpu), asked_gib=args.host_gib, hardware=settings.hardware)
+    tokens = imagined_tokens(shape, seq_len=settings.data.seq_len, rows=args.rows)
+    return PlannedRun(settings, shape, machine, tokens, record, args.estimate)
+
+
+def print_longest(args: argparse.Namespace, planned: PlannedRun) -> None:
+    """Print the longest row, its speed, and its prediction."""
+    forecast = longest(planned)
+    if forecast is None:
+        raise UserError(
+            f"--longest: not even a short row fits {args.gpus}. Name more or larger GPUs, or a "
+            "smaller model."
+        )
+    logger.info("%s", render(forecast, run=args.run, host_origin=planned.machine.imagined_host))
+    seq_len, speed = forecast.plan.seq_len, forecast.time.tokens_per_s_per_process
+    at = "" if speed is None else f", {speed:,.0f} tokens/s per GPU"
+    more = planned.shape.max_position_embeddings - seq_len >= LENGTH_STEP
+    bound = "memory allows no longer one" if more else "the model reads no longer one"
+    logger.info("the longest row: data.seq_len = %d%s; %s", seq_len, at, bound)
+    logger.info("%s", command_of(args, seq_len=seq_len))
+
+
+def print_largest(args: argparse.Namespace, process: RecordingProcess) -> None:
+    """Print the largest model that fits, why larger ones do not, and its prediction."""
+    names = [*dict.fromkeys(args.largest)] or sorted(set(known_models().values()))
+    models = dict[str, tuple[ModelShape, PlanRecorder]]()
+    for name in names:
+        try:
+            models[name] = find_model(args, name, process)
+        except UserError as error:
+            named_error = str(error) if name and name in str(error) else f"{name!r}: {error}"
+            raise UserError(f"--largest: {named_error}") from None
+    shapes = {name: shape for name, (shape, _) in models.items()}
+    answer = largest(shapes, lambda name: planned_run(args, *models[name]))
+    if answer.forecast is not None:
+        logger.info("%s", render(answer.forecast, run=str(answer.name)))
+    left, named = len(answer.larger), list(answer.larger.items())[-MOST_NAMED:]
+    for name, why in named:
+        logger.info("%s (%s): %s", name, billions(shapes[name]), why)
+    if left > len(named):
+        logger.info("and %d larger ones do not fit", left - len(named))
+    if answer.name is None:
+        raise UserError(
+            f"--largest: none of the {len(names)} models fits {args.gpus}. Name more or larger "
+            "GPUs, or a shorter row."
+        )
+    largest_size = billions(shapes[answer.name])
+    logger.info("the largest of %d models: %s (%s)", len(names), answer.name, largest_size)
+    logger.info("%s", command_of(args, model=answer.name))
+
+
+def billions(shape: ModelShape) -> str:
+    """Return how many weights a model has, in words."""
+    return f"{num_weights(shape) / 1e9:.3g} billion weights"
+
+
+def command_of(args: argparse.Namespace, **answer: object) -> str:
+    """Return the command for an answer alone."""
+    values, defaults = vars(args) | answer, vars(parser().parse_args([]))
+    words = ["python", "-m", "workflow.scripts.preflight_run"]
+    for name in RUN_OPTIONS:
+        option_values = values[name] if isinstance(values[name], list) else [values[name]]
+        if values[name] != defaults[name]:
+            option = f"--{name.replace('_', '-')}"
+            words += [word for value in option_values for word in (option, str(value))]
+    return shlex.join(words)
+
+
 def parser() -> argparse.ArgumentParser:
     arguments = stage_parser(__doc__, config_required=False)
     arguments.add_argument(
@@ -122,6 +288,42 @@ def parser() -> argparse.ArgumentParser:
     arguments.add_argument("--tokens", type=Path, help="manifest.json of the tokens")
     add_by_hand(arguments)
     return arguments
+
+
+def add_by_hand(parser: argparse.ArgumentParser) -> None:
+    """Add the options for use by hand."""
+    by_hand = parser.add_argument_group("by hand, without --config")
+    by_hand.add_argument("--gpus", help="number and kind of GPUs of a node, like 2x4090 or 8xH100")
+    by_hand.add_argument(
+        "--host-gib",
+        type=float,
+        help="host memory of the machine, GiB (what is usual with the GPUs)",
+    )
+    by_hand.add_argument("--seq-len", type=int, help=f"tokens of a row ({SEQ_LEN})")
+    by_hand.add_argument("--rank", type=int, default=16, help="LoRA rank (%(default)s)")
+    by_hand.add_argument(
+        "--batch", type=int, help="rows of a step over all GPUs (16 or a few more)"
+    )
+    by_hand.add_argument("--rows", type=int, default=10_000, help="training rows (%(default)s)")
+    by_hand.add_argument("--revision", help="revision of a model of the hub")
+    by_hand.add_argument(
+        "--estimate",
+        action="store_true",
+        help="by lines between recordings, without recording the plan itself",
+    )
+    by_hand.add_argument(
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="any other setting"
+    )
+    searches = parser.add_argument_group("searches by hand, one at a time")
+    searches.add_argument(
+        "--longest", action="store_const", const=True, help="the longest row that trains"
+    )
+    searches.add_argument(
+        "--largest",
+        nargs="*",
+        metavar="MODEL",
+        help="the largest of these models that fits (all that are shipped)",
+    )
 
 
 if __name__ == "__main__":

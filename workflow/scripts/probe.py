@@ -7,7 +7,6 @@ rates in place of those of its tables; equal machines may share a file. Nothing 
 """
 
 import argparse
-import logging
 import os
 import platform
 from pathlib import Path
@@ -21,9 +20,7 @@ from workflow.lib.system.errors import setting_error
 from workflow.lib.system.files import write_checked_json
 from workflow.lib.system.gpu_leases import lease
 from workflow.lib.system.hardware import interchangeable, threads_of_job, visible_gpus
-from workflow.scripts.command import run, stage_parser
-
-logger = logging.getLogger("workflow")
+from workflow.scripts.command import logger, run, stage_parser
 
 
 def main(args: argparse.Namespace) -> None:

@@ -6,7 +6,6 @@ repository is private unless `export.hub_public` is set; an existing one keeps i
 token is `HF_TOKEN`, or that of `hf auth login`. Writes `published.json`."""
 
 import argparse
-import logging
 from pathlib import Path
 
 from workflow.lib.artifacts.read_records import read_record
@@ -18,9 +17,7 @@ from workflow.lib.settings.config import ExportConfig
 from workflow.lib.system.checksums import check_files, listed_files
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import provenance, write_checked_json
-from workflow.scripts.command import Folder, run, stage_parser
-
-logger = logging.getLogger("workflow")
+from workflow.scripts.command import Folder, logger, run, stage_parser
 
 
 def main(args: argparse.Namespace) -> None:

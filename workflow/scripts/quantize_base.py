@@ -6,7 +6,6 @@ loads, and `quantization.json` (method, sizes, errors, settings, provenance). A 
 resumes."""
 
 import argparse
-import logging
 import math
 import shutil
 import sys
@@ -48,9 +47,7 @@ from workflow.lib.system.files import (
     write_json,
 )
 from workflow.lib.system.input_files import Inputs
-from workflow.scripts.command import run, stage_parser
-
-logger = logging.getLogger("workflow")
+from workflow.scripts.command import logger, run, stage_parser
 
 # Fingerprint of an unfinished base's files.
 BEGUN_WITH = "begun_with.txt"

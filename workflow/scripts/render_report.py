@@ -4,7 +4,6 @@
 `{"folder": "results/runs/demo", "tokens": "results/tokens/pydocs-0123"}` (`RunFolders`)."""
 
 import argparse
-import logging
 from pathlib import Path
 
 from workflow.lib.report.comparison import comparison_csv
@@ -14,10 +13,8 @@ from workflow.lib.report.verdict import label
 from workflow.lib.settings.config import ReportConfig
 from workflow.lib.system.files import write_text
 from workflow.lib.system.number_formats import count, duration, loss, size
+from workflow.scripts.command import logger, stage_parser
 from workflow.scripts.command import run as run_command
-from workflow.scripts.command import stage_parser
-
-logger = logging.getLogger("workflow")
 
 
 def main(args: argparse.Namespace) -> None:

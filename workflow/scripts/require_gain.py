@@ -4,16 +4,13 @@ The gain is over the original model, or over the NF4 base if that was not measur
 evaluations only, so nothing is lost when it fails; writes `requirements.json` when all are met."""
 
 import argparse
-import logging
 from pathlib import Path
 
 from workflow.lib.artifacts.evaluation_record import Requirements
 from workflow.lib.artifacts.records import Provenance
 from workflow.lib.report.verdict import read_measured, refuse_unmet, verdicts
 from workflow.lib.system.files import write_checked_json
-from workflow.scripts.command import run, stage_parser
-
-logger = logging.getLogger("workflow")
+from workflow.scripts.command import logger, run, stage_parser
 
 
 def main(args: argparse.Namespace) -> None:

@@ -6,7 +6,6 @@ from disk if it fits nowhere. Every process scores its share of the rows. Finish
 killed start are kept."""
 
 import argparse
-import logging
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -52,9 +51,7 @@ from workflow.lib.system.files import SUMS
 from workflow.lib.system.hardware import available_host_bytes, visible_gpus
 from workflow.lib.system.progress import Progress
 from workflow.lib.training.launch import Workers, launch_workers
-from workflow.scripts.command import run, stage_parser
-
-logger = logging.getLogger("workflow")
+from workflow.scripts.command import logger, run, stage_parser
 
 Way = Literal["whole", "sharded", "streamed"]
 

@@ -1,15 +1,12 @@
 """Print the predictions of runs as tables: memory by term, plans, time."""
 
 import argparse
-import logging
 from pathlib import Path
 
 from workflow.lib.artifacts.preflight_record import Preflight
 from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.planning.preflight.table import render
-from workflow.scripts.command import run, stage_parser
-
-logger = logging.getLogger("workflow")
+from workflow.scripts.command import logger, run, stage_parser
 
 
 def main(args: argparse.Namespace) -> None:

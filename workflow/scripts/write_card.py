@@ -5,7 +5,6 @@ Hugging Face hub's format.
 """
 
 import argparse
-import logging
 
 from workflow.lib.artifacts.manifest_record import Manifest
 from workflow.lib.artifacts.read_records import read_record
@@ -16,9 +15,7 @@ from workflow.lib.report.verdict import read_measured
 from workflow.lib.settings.config import RunConfig
 from workflow.lib.system.checksums import check_files, listed_files
 from workflow.lib.system.files import read_json, write_text
-from workflow.scripts.command import run, stage_parser
-
-logger = logging.getLogger("workflow")
+from workflow.scripts.command import logger, run, stage_parser
 
 
 def main(args: argparse.Namespace) -> None:
