@@ -10,11 +10,8 @@ ROOT = Path(__file__).resolve().parents[2] / "workflow"
 OTHERS_FORMATS = {
     "read_json": {
         "lib/data/reading/hub_download.py",
-        "lib/export/gguf_files.py",
-        "lib/export/sharded_models.py",
         "lib/model/architecture/model_shape.py",
         "lib/model/architecture/shipped_shapes.py",
-        "lib/model/backends.py",
         "lib/planning/preflight/what_if.py",
         "lib/system/checksums.py",  # the record of a download, which may be a file of the user
         "lib/system/files.py",

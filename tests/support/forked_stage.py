@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.preloaded_python import SETTLED, preloaded_python
-from workflow.lib.system.files import write_text
+from workflow.lib.system.files import write_checked_json
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,9 +30,10 @@ def command_line(options: Mapping[str, Any]) -> list[str]:
 def settings_file(settings: Mapping[str, Any]) -> Path:
     """Return a file of a stage's settings."""
     text = json.dumps(settings)
-    path = Path(tempfile.gettempdir()) / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    path = Path(tempfile.gettempdir()) / f"settings-{digest}.json"
     if not path.exists():
-        write_text(path, text)
+        write_checked_json(path, dict(settings))
     return path
 
 

@@ -53,7 +53,7 @@ from workflow.lib.settings.yaml_files import check_yaml
 from workflow.lib.system import interrupts
 from workflow.lib.system.environment import SOURCES, use_this_interpreter
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.files import write_text
+from workflow.lib.system.files import canonical_json, write_checked_json
 from workflow.lib.system.hardware import (
     check_processes_can_work,
     check_writable,
@@ -243,10 +243,9 @@ def settings_file(stage, wildcards, settings):
     """
     path = layout.settings_path(stage, "-".join(wildcards) or stage, settings)
     file = Path(with_prefix(path))
-    text = json.dumps(settings, indent=2, sort_keys=True) + "\n"
-    if not file.exists() or file.read_text() != text:
+    if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_text(file, text)
+        write_checked_json(file, json.loads(canonical_json(settings)))
     return path
 
 

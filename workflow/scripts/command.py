@@ -25,7 +25,7 @@ from workflow.lib.settings.forms import EXPORTS, FOLDERS, FORMS
 from workflow.lib.settings.overrides import merge
 from workflow.lib.system.environment import follows, is_worker
 from workflow.lib.system.errors import PeerLostError, StoppedError, UserError
-from workflow.lib.system.files import read_json, unwritable
+from workflow.lib.system.files import read_checked_json, unwritable
 from workflow.lib.system.input_files import Inputs
 from workflow.lib.system.limits import INTERRUPTED, watched
 from workflow.lib.system.locks import exclusive
@@ -48,14 +48,14 @@ class Folder(argparse.Action):
 
 
 class Settings(argparse.Action):
-    """A JSON object in one file, or in several that complete each other."""
+    """A JSON object with its checksum in one file, or in several that complete each other."""
 
     def __call__(self, parser: Any, namespace: Any, words: Any, option: str | None = None) -> None:
         settings: dict[str, Any] = {}
         for word in words:
             try:
-                settings = merge(settings, read_json(Path(word)))
-            except (OSError, ValueError) as error:
+                settings = merge(settings, read_checked_json(Path(word)))
+            except (OSError, TypeError, ValueError) as error:
                 parser.error(f"argument {option}: {word} holds no settings ({error})")
         setattr(namespace, self.dest, settings)
 

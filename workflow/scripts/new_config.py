@@ -33,7 +33,7 @@ from workflow.lib.planning.preflight.what_if import find_config
 from workflow.lib.settings.config import RunConfig, load_config
 from workflow.lib.settings.objectives import needs_of
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.files import read_checked_json, write_json, write_text
+from workflow.lib.system.files import read_checked_json, write_checked_json, write_text
 from workflow.lib.system.gpu_models import parse_gpus
 from workflow.lib.system.redaction import redacted
 from workflow.scripts.command import logger, run, stage_parser
@@ -117,7 +117,7 @@ def inspected(document: dict[str, Any], tokenizer: Path) -> dict[str, Any]:
     examples = needs_of(settings.train.objective).examples
     config = {"data": settings.data.model_dump(mode="json"), "examples": examples}
     folder = Path(tempfile.mkdtemp(prefix="new_config-"))
-    write_json(folder / "settings.json", config)
+    write_checked_json(folder / "settings.json", config)
     command = [sys.executable, "-m", "workflow.scripts.tokenize_dataset"]
     command += ["--config", str(folder / "settings.json"), "--tokenizer", str(tokenizer)]
     command += ["--output", str(folder / "tokens")]
