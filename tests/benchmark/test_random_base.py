@@ -10,8 +10,8 @@ from tests.support.mixtures import tiny_mixture
 from tests.support.models import tiny_llama
 from workflow.benchmark.random_base import write_random_base
 from workflow.lib.checkpoints.checkpoint import Checkpoint
-from workflow.lib.model.layers.nf4_stack import NF4Stack
-from workflow.lib.model.nf4_model import build_nf4_on_meta, load_weights_, materialize_
+from workflow.lib.model.layers.frozen_stack import FrozenStack
+from workflow.lib.model.nf4_model import build_base_on_meta, load_weights_, materialize_
 from workflow.lib.settings.config import QuantizeConfig
 from workflow.lib.system.files import read_json
 
@@ -52,12 +52,12 @@ def test_peers_get_packed_weights_in_a_type_that_fsdp_shards(bases):
 def test_random_mixture_has_its_experts_in_nf4(tmp_path, family):
     config = read_json(tiny_mixture(family, tmp_path / "model") / "config.json")
     write_random_base(tmp_path / "base", config, QuantizeConfig())
-    model = build_nf4_on_meta(
+    model = build_base_on_meta(
         Checkpoint(tmp_path / "base"), compute_dtype=torch.float32, attention="eager"
     )
     materialize_(model, transformers_model=model, device=torch.device("cpu"))
     assert load_weights_(model, Checkpoint(tmp_path / "base").stored()) > 0
-    stacks = [module for module in model.modules() if isinstance(module, NF4Stack)]
+    stacks = [module for module in model.modules() if isinstance(module, FrozenStack)]
     assert len(stacks) == 2 * (1 if family == "deepseek_v3" else 2)
     for stack in stacks:
         weights = stack.dequantize_experts(0, stack.num_experts, torch.float32)

@@ -18,7 +18,7 @@ from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.distributed.fsdp import forward_only
 from workflow.lib.distributed.weight_checks import local_bytes, mismatched_tensors
 from workflow.lib.model.architecture.layer_choice import recomputed_layers
-from workflow.lib.model.layers.nf4_linear import nf4_linears
+from workflow.lib.model.layers.frozen_linear import frozen_linears
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.nf4_model import local, local_range
 from workflow.lib.model.recomputation import checkpoint_activations_
@@ -79,7 +79,7 @@ def held_bytes(model, world):
 def spare_bytes(model, world):
     """Return by how much the slices of all processes are more than the packed tensors, each rounded
     up to 512 bytes."""
-    linears = dict(nf4_linears(model.training))
+    linears = dict(frozen_linears(model.training))
     sizes = [size for linear in linears.values() for size in linear.spec.sizes.values()]
     return model.packed_layers.device_bytes * world.size - sum(-(-x // 512) * 512 for x in sizes)
 

@@ -151,10 +151,10 @@ def test_dequantized_weight_of_a_checkpoint_is_what_training_multiplies_with(
     tmp_path, double_quant
 ):
     from tests.support.models import adapted
-    from workflow.lib.model.layers.nf4_linear import nf4_linears
+    from workflow.lib.model.layers.frozen_linear import frozen_linears
 
     base = quantized(tiny_llama(tmp_path / "model"), tmp_path / "nf4", double_quant=double_quant)
-    linears = dict(nf4_linears(adapted(base).peft_model.get_base_model()))
+    linears = dict(frozen_linears(adapted(base).peft_model.get_base_model()))
     with CheckpointReader(base) as reader:
         for path, linear in linears.items():
             stored = dequantized_weight(reader, path.removesuffix(".base_layer"))

@@ -28,8 +28,8 @@ from workflow.lib.export.packed_stacks import (
     without_stacks,
 )
 from workflow.lib.export.stock_models import load_base
+from workflow.lib.model.adaptable_linears import adaptable_linears
 from workflow.lib.model.architecture.adapter_targets import adapter_scale
-from workflow.lib.quantization.nf4_checkpoint import quantizable_linears
 from workflow.lib.system.files import read_json
 
 CPU = torch.device("cpu")
@@ -76,7 +76,7 @@ def logits(model):
 
 def trained_adapter(model):
     draw = torch.Generator().manual_seed(3)
-    shapes = {path: (1, *size) for path, size in quantizable_linears(model).items()}
+    shapes = {path: (1, *size) for path, size in adaptable_linears(model).items()}
     shapes |= {path: stack.shape for path, stack in expert_stacks(model).items()}
     adapter = {}
     for path, (experts, out_features, in_features) in shapes.items():
@@ -91,7 +91,7 @@ def trained_adapter(model):
 def changes(model):
     """s B A of every parameter, in the family's own orientation, one expert after the other."""
     adapter, found = trained_adapter(model), {}
-    for path in quantizable_linears(model):
+    for path in adaptable_linears(model):
         a, b = (adapter[f"{PREFIX}{path}.lora_{part}.weight"] for part in "AB")
         found[f"{path}.weight"] = adapter_scale(CONFIG, path) * b @ a
     for path, stack in expert_stacks(model).items():
@@ -110,7 +110,7 @@ def decoded_weights(folder, model):
     """What NF4 encodes of every parameter, in the family's own orientation."""
     found = {}
     with CheckpointReader(folder / "nf4") as reader:
-        for path in quantizable_linears(model):
+        for path in adaptable_linears(model):
             found[f"{path}.weight"] = decoded_by_hand(*stored_weight(reader, path))
         for path, stack in expert_stacks(model).items():
             decoded = decoded_by_hand(*stored_weight(reader, path))
@@ -179,7 +179,7 @@ def test_exported_configuration_names_the_parameters(folder, tmp_path):
     assert parameters[: len(stacks)] == stacks
     # what PEFT would take for the experts
     taken = [path for path in parameters[len(stacks) :] if path.endswith("_proj.weight")]
-    dense = [path for path in quantizable_linears(meta(folder)) if ".mlp." in path]
+    dense = [path for path in adaptable_linears(meta(folder)) if ".mlp." in path]
     assert sorted(path.removesuffix(".weight") for path in taken) == sorted(dense)
     assert "o_proj" in config["target_modules"]
     assert config["lora_dropout"] == 0.0
@@ -190,7 +190,7 @@ def test_mixture_whose_layers_are_all_dense_names_parameters_too():
     dense = FamilyCase("", {"mlp_only_layers": [0, 1]}, "qwen3_moe")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(dense.config("qwen3_moe"))
-    paths = [*quantizable_linears(model)]
+    paths = [*adaptable_linears(model)]
     trained = {"target_modules": paths, "rank_pattern": {}, "alpha_pattern": {}}
     adapter = [f"{PREFIX}{path}.lora_A.weight" for path in paths]
     found = exported_config(trained, ModuleNames(model), adapter)
@@ -235,8 +235,10 @@ def test_merged_model_keeps_the_digits_of_the_bias_that_chooses_experts(tmp_path
     stored[name] = torch.linspace(0.1, 0.10001, 5)
     save_file(stored, source / "model.safetensors", metadata={"format": "pt"})
     quantized(source, tmp_path / "nf4")
-    adapter = without_stacks(trained_adapter(meta(tmp_path)), expert_stacks(meta(tmp_path)))
+    stacks = expert_stacks(meta(tmp_path))
+    adapter = without_stacks(trained_adapter(meta(tmp_path)), stacks)
     with CheckpointReader(source) as original, CheckpointReader(tmp_path / "nf4") as nf4:
-        merged = dict(merged_tensors(adapter, CONFIG, original=original, nf4=nf4, onto="original"))
+        how = {"original": original, "nf4": nf4, "onto": "original", "stacks": stacks}
+        merged = dict(merged_tensors(adapter, CONFIG, **how))
     assert torch.equal(merged.pop(name), stored[name])
     assert {tensor.dtype for tensor in merged.values()} == {torch.bfloat16}

@@ -9,7 +9,6 @@ from safetensors.torch import load_file
 from tests.support.mixtures import tiny_mixture
 from tests.support.models import tiny_llama
 from workflow.lib.checkpoints.checkpoint import Checkpoint
-from workflow.lib.distributed.work_sharing import loaded_bytes
 from workflow.lib.export.conversions import convert
 from workflow.lib.export.stock_models import load_base, load_stock
 from workflow.lib.export.w4a16 import FORMAT, check, group_scales
@@ -70,12 +69,6 @@ def test_stock_transformers_reads_a_mixture_as_the_evaluation_does(family, dtype
         packed = {name for name in reader.packed if ".experts." in name}
         assert packed
         assert not any("gate.weight" in name or "lm_head" in name for name in reader.packed)
-
-
-def test_evaluation_counts_the_weights_in_16_bits_that_it_decodes(dense):
-    plain = dense.with_name("model")
-    assert loaded_bytes(dense) == pytest.approx(loaded_bytes(plain), rel=0.1)
-    assert sum(file.stat().st_size for file in dense.glob("*.safetensors")) < loaded_bytes(plain)
 
 
 def test_weights_that_a_scale_and_codes_have_are_kept_exactly():

@@ -5,7 +5,7 @@ import torch
 
 from tests.support.adapted_layers import Layer, random
 from tests.support.eight_bit_cases import float8_matmul, weights_and_activations
-from tests.support.models import nf4_linear
+from tests.support.models import nf4_linear, plain_linear
 from workflow.lib.kernels.nf4.decode import dequantize_nf4
 from workflow.lib.model.layers.frozen_matmul import MatmulPrecision
 from workflow.lib.model.layers.lora_matmul import nf4_lora_matmuls
@@ -34,12 +34,14 @@ def test_products_are_the_cpu_s():
     torch.testing.assert_close(one, other, rtol=2**-7, atol=2**-8 * largest)
 
 
-def test_node_has_the_values_and_gradients_of_the_cpu(tmp_path):
+@pytest.mark.parametrize("quantized", [True, False], ids=["NF4", "16 bits"])
+def test_node_has_the_values_and_gradients_of_the_cpu(tmp_path, quantized):
     """In bf16: a few roundings of 2^-9 of the largest."""
     results = []
     for device in ("cpu", "cuda"):
         types = MatmulPrecision(forward=True, backward=True)
-        base = nf4_linear(tmp_path / device, random(160, 256)).to(device)
+        make = nf4_linear if quantized else plain_linear
+        base = make(tmp_path / device, random(160, 256)).to(device)
         base.matmul_precision = types
         weights = random(4, 256, seed=6).to(device), random(160, 4, seed=8).to(device)
         layer = Layer(base, *(weight.requires_grad_() for weight in weights))

@@ -155,12 +155,24 @@ def use_page_locked_memory():
 
 
 # 8 bits need whole blocks of 64
-base = base_fixture(hidden_size=128, intermediate_size=192, num_attention_heads=4)
+SIZES = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4}
+base = base_fixture(**SIZES)
+in_16_bits = base_fixture(**SIZES, keep=("down_proj", r"layers\.1"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_graphs_are_bit_equal_to_the_same_kernels_launched_one_by_one(base, one_gpu, kind):
     check_same_run(base, KINDS[kind], processes=one_gpu)
+
+
+@pytest.mark.parametrize("kind", ["plain", "float8", "DoRA", "weights of a layer on the host"])
+def test_graphs_of_weights_in_16_bits_are_bit_equal_too(in_16_bits, one_gpu, kind):
+    check_same_run(in_16_bits, KINDS[kind], processes=one_gpu)
+
+
+@pytest.mark.parametrize("kind", ["sharded", "float8, embedding on the host"])
+def test_sharded_graphs_of_weights_in_16_bits_are_bit_equal_too(in_16_bits, two_gpus, kind):
+    check_same_run(in_16_bits, ON_TWO[kind], processes=two_gpus)
 
 
 def test_graphs_of_wide_heads_are_bit_equal_too(tmp_path, one_gpu):

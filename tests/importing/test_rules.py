@@ -190,10 +190,20 @@ def test_value_that_trains_other_tokens_has_no_counterpart(key, usual, other):
         ]
 
 
-def test_bases_in_8_and_16_bits_are_told_of_as_changed():
-    for bits, keys in ((8, {"load_in_8bit": True}), (16, {})):
-        changed = by_reason(imported(QLORA | {"load_in_4bit": False} | keys), "changed")
-        assert any(f"not in {bits}" in why for why in changed)
+def test_base_in_8_bits_is_told_of_as_changed():
+    changed = by_reason(imported(QLORA | {"load_in_4bit": False, "load_in_8bit": True}), "changed")
+    assert any("not in 8" in why for why in changed)
+
+
+@pytest.mark.parametrize(
+    ("keys", "trainer"),
+    [
+        (QLORA | {"adapter": "lora", "load_in_4bit": False}, "axolotl"),
+        ({"model_name_or_path": "owner/model", "stage": "sft", "dataset": "rows"}, "llama_factory"),
+    ],
+)
+def test_lora_on_16_bits_stays_on_16_bits(keys, trainer):
+    assert run_of(imported(keys, trainer=trainer)).quantize.method == "none"
 
 
 def test_alpha_is_twice_the_rank_where_llama_factory_is_told_none():

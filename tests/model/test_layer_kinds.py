@@ -9,9 +9,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from tests.support.families import FAMILIES, ROUTED_IN_GROUPS
 from tests.support.other_decoders import IN_GROUPS, MIXTURES, OTHERS, config_of
 from workflow.lib.checkpoints.decoder_layers import decoder_layers
+from workflow.lib.model.adaptable_linears import takes_adapter
 from workflow.lib.model.architecture.model_shape import shape_of_document
 from workflow.lib.model.describe_model import describe_config
-from workflow.lib.model.lora import takes_adapter
 from workflow.lib.system.errors import UserError
 
 

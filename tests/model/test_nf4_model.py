@@ -10,8 +10,8 @@ from tests.support.families import tiny_family
 from tests.support.models import adapted, quantized, tiny_llama
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
-from workflow.lib.model.layers.nf4_linear import NF4Linear, nf4_linears
-from workflow.lib.model.nf4_model import build_nf4_on_meta, load_weights_, materialize_
+from workflow.lib.model.layers.frozen_linear import FrozenLinear, frozen_linears
+from workflow.lib.model.nf4_model import build_base_on_meta, load_weights_, materialize_
 from workflow.lib.system.errors import UserError
 
 CPU = torch.device("cpu")
@@ -34,7 +34,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def loaded(folder):
-    model = build_nf4_on_meta(
+    model = build_base_on_meta(
         Checkpoint(folder / "nf4"), compute_dtype=torch.float32, attention="sdpa"
     )
     materialize_(model, transformers_model=model, device=CPU)
@@ -43,9 +43,9 @@ def loaded(folder):
 
 
 def test_every_linear_but_the_head_is_nf4_and_nothing_is_trainable(loaded):
-    linears = dict(nf4_linears(loaded))
+    linears = dict(frozen_linears(loaded))
     assert len(linears) == 3 * 7
-    assert not isinstance(loaded.lm_head, NF4Linear)
+    assert not isinstance(loaded.lm_head, FrozenLinear)
     assert not any(p.requires_grad for p in loaded.parameters())
 
 
@@ -93,7 +93,7 @@ class OddRotary(torch.nn.Module):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool], ids=str)
 def test_buffer_that_nobody_computes_is_refused(folder, dtype):
     """It would hold whatever was in memory."""
-    model = build_nf4_on_meta(
+    model = build_base_on_meta(
         Checkpoint(folder / "nf4"), compute_dtype=torch.float32, attention="sdpa"
     )
     model.model.odd = OddRotary(dtype)
@@ -106,7 +106,7 @@ def test_buffer_that_nobody_computes_is_refused(folder, dtype):
 
 
 def test_stored_buffer_that_the_checkpoint_lacks_is_refused(folder):
-    model = build_nf4_on_meta(
+    model = build_base_on_meta(
         Checkpoint(folder / "nf4"), compute_dtype=torch.float32, attention="sdpa"
     )
     model.model.register_buffer("layer_scalar", torch.ones(1, device="meta"))
@@ -122,10 +122,10 @@ def test_checkpoint_of_another_model_is_refused(folder, tmp_path):
             (tmp_path / "wide" / file.name).write_bytes(file.read_bytes())
     (tmp_path / "wide" / "model.safetensors").unlink()
     with pytest.raises(UserError) as caught:
-        build_nf4_on_meta(
+        build_base_on_meta(
             Checkpoint(tmp_path / "wide"), compute_dtype=torch.float32, attention="sdpa"
         )
-    assert "has a quantized weight model.layers.0.mlp.down_proj of shape (80, 176)" in str(
+    assert "has a quantized weight model.layers.0.mlp.gate_proj of shape (176, 80)" in str(
         caught.value
     )
     assert "Delete its folder below results/base" in str(caught.value)
@@ -163,7 +163,7 @@ def test_attention_that_the_family_has_not_is_refused(tmp_path):
 )
 def test_what_chooses_experts_keeps_the_precision_that_its_family_asks_for(family, name, tmp_path):
     base = quantized(tiny_family(family, tmp_path / "original"), tmp_path / "nf4")
-    model = build_nf4_on_meta(Checkpoint(base), compute_dtype=torch.bfloat16, attention="eager")
+    model = build_base_on_meta(Checkpoint(base), compute_dtype=torch.bfloat16, attention="eager")
     materialize_(model, transformers_model=model, device=torch.device("cpu"))
     load_weights_(model, Checkpoint(base).stored())
     with CheckpointReader(base) as reader:

@@ -33,10 +33,9 @@ from workflow.lib.quantization.calibrated_base import (
 )
 from workflow.lib.quantization.calibration import Calibration
 from workflow.lib.quantization.nf4_checkpoint import (
+    BaseWeights,
+    base_config,
     copy_companions,
-    modules_in_16_bits,
-    nf4_config,
-    quantizable_linears,
 )
 from workflow.lib.settings.config import QuantizeConfig
 from workflow.lib.system.errors import UserError
@@ -84,15 +83,14 @@ def calibrate(original, target):
     model = Checkpoint(original).build(torch.bfloat16)
     target.mkdir(parents=True, exist_ok=True)
     with Checkpoint(original).weights() as reader:
-        linears = quantizable_linears(model)
+        weights = BaseWeights.of(model, SETTINGS)
         inputs = CalibrationInputs(
-            Checkpoint(original), reader, store(), linears, CPU, torch.float32
+            Checkpoint(original), reader, store(), weights, CPU, torch.float32
         )
         _, facts = write_calibrated(target, inputs, SETTINGS, fingerprint="x")
     copy_companions(original, target)
     config = Checkpoint(original).plain_config
-    in_16_bits = modules_in_16_bits(model)
-    write_json(target / "config.json", nf4_config(config, SETTINGS, in_16_bits=in_16_bits))
+    write_json(target / "config.json", base_config(config, SETTINGS, weights))
     return facts.heldout
 
 

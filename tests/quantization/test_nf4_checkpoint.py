@@ -18,11 +18,12 @@ from workflow.lib.checkpoints.loading import check_loading
 from workflow.lib.checkpoints.safetensors_reader import INDEX, CheckpointReader
 from workflow.lib.export.stock_models import load_base
 from workflow.lib.kernels.nf4.decode import decoded
+from workflow.lib.model.adaptable_linears import adaptable_linears
 from workflow.lib.model.describe_model import describe_checkpoint
-from workflow.lib.quantization.nf4_checkpoint import ShardWriter, check_model, quantizable_linears
+from workflow.lib.quantization.nf4_checkpoint import ShardWriter, check_model
 from workflow.lib.settings.config import QuantizeConfig
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.files import read_checked_json
+from workflow.lib.system.files import read_checked_json, read_json
 from workflow.scripts.quantize_base import main, parser
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -186,7 +187,7 @@ def test_model_without_a_linear_layer_is_refused(tmp_path):
     )
     model = Checkpoint(tmp_path).build(torch.bfloat16)
     with pytest.raises(UserError, match="GPT2LMHeadModel has no linear layer besides its head"):
-        check_model(model, quantizable_linears(model))
+        check_model(model, adaptable_linears(model))
 
 
 def in_nf4(source, folder, *, dtype, **settings):
@@ -251,6 +252,11 @@ def test_published_base_is_read_as_the_weights_that_it_decodes_to(published):
         ({"block_size": 128}, r"quantize\.block_size = 128: .*NF4 already, with 64"),
         ({"double_quant": False}, r"quantize\.double_quant = false: .*with True.*to true"),
         ({"method": "calibrated"}, r"quantize\.method = 'calibrated': .*taken as they are"),
+        ({"method": "none"}, r"quantize\.method = 'none': .*no 16 bits to keep.*Set absmax"),
+        (
+            {"keep": ["q_proj"]},
+            r"quantize\.keep = \['q_proj'\]: .*no 16 bits.*out of keep",
+        ),
     ],
 )
 def test_settings_that_the_published_base_has_not_are_refused(
@@ -267,6 +273,29 @@ def test_base_of_which_some_linears_are_in_16_bits_is_refused(original, tmp_path
     )
     with pytest.raises(UserError, match=r"1 of 21 linears are not \(model\.layers\.1\.mlp\.down_p"):
         quantize(model, tmp_path / "base")
+    base = quantize(model, tmp_path / "base", keep=[r"layers\.1\.mlp\.down_proj"])
+    assert tensors(base).keys() == tensors(model).keys()
+
+
+@pytest.mark.parametrize("settings", [{"method": "none"}, {"keep": ["down_proj", "layers.1"]}])
+def test_kept_weights_are_the_bytes_of_the_checkpoint(original, tmp_path, settings):
+    """And with all of them the base is a plain copy."""
+    base = quantize(original, tmp_path / "base", **settings)
+    found, expected = tensors(base), tensors(original)
+    kept = {name for name in expected if name in found and found[name].dtype != torch.uint8}
+    linears = {name.split(".")[-2] for name in kept if ".layers.0." in name}
+    assert linears >= ({"down_proj"} if "keep" in settings else {*LINEARS})
+    assert ("q_proj" in linears) is ("keep" not in settings)
+    for name in kept:
+        assert found[name].dtype == expected[name].dtype
+        assert torch.equal(found[name], expected[name]), name
+    record = read_checked_json(base / "quantization.json")
+    if "keep" in settings:
+        assert record["kept"] == 9
+    else:
+        assert found.keys() == expected.keys()
+        assert record["method"] == "none"
+        assert "quantization_config" not in read_json(base / "config.json")
 
 
 @pytest.mark.parametrize("kind", ["fp4", "int8"])

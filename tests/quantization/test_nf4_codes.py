@@ -12,8 +12,9 @@ from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.expert_stacks import expert_stacks
 from workflow.lib.checkpoints.meta_model import build_config_on_meta
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
+from workflow.lib.model.adaptable_linears import adaptable_linears
 from workflow.lib.quantization import nf4_codes
-from workflow.lib.quantization.nf4_checkpoint import check_model, quantizable_linears
+from workflow.lib.quantization.nf4_checkpoint import check_model
 from workflow.lib.quantization.nf4_codes import check_blocks, quantize_stack
 from workflow.lib.settings.config import QuantizeConfig
 
@@ -66,7 +67,7 @@ def test_biases_routers_and_norms_are_copied_bit_for_bit(tmp_path, family):
         name: tensor
         for name, tensor in model.state_dict().items()
         if name not in expert_stacks(model)
-        and name.removesuffix(".weight") not in quantizable_linears(model)
+        and name.removesuffix(".weight") not in adaptable_linears(model)
     }
     assert any("router" in name or ".gate." in name for name in expected)
     for name, tensor in expected.items():

@@ -13,7 +13,7 @@ from workflow.lib.model.describe_model import describe_config
 from workflow.lib.planning.memory.allocation_tape import COMPUTE, EMPTY_CACHE, HOST
 from workflow.lib.planning.memory.peaks import EXPLANATIONS
 from workflow.lib.planning.memory.replay import replay
-from workflow.lib.planning.model_sizes import offload_window, packed_bytes
+from workflow.lib.planning.model_sizes import layer_bytes, offload_window, packed_bytes
 from workflow.lib.recording.term_names import MAKERS
 
 LLAMA = llama_config(8192, 28672, 12, 64, 8, 32000)
@@ -90,6 +90,7 @@ def tapes(process):
         {"processes": 4, "replicas": 2, "accumulation_steps": 2, "offload_embedding": True},
         {"activation_checkpointing": 8, "offload_activations": 4},
         {"matmul_dtype": "float8"},
+        {"matmul_dtype": "float8", "kept": ("down_proj", r"layers\.[13]")},
         PAIRS | {"start_reference": True, "accumulation_steps": 2},
     ],
     ids=str,
@@ -107,6 +108,15 @@ def test_every_tensor_is_released_but_those_that_stay(tapes, levers):
     stay |= {"lora_gradients"} if asked.graphed else set()
     there = [x for x in left(tape) if tape.streams[x] != HOST and tape.sizes[x] > FEW_NUMBERS]
     assert {tape.terms[x] for x in there} <= stay
+
+
+@pytest.mark.parametrize("kept", [(), ("down_proj", r"layers\.\d*[02468]"), (".+",)], ids=str)
+def test_frozen_weights_take_the_bytes_of_their_storage(tapes, kept):
+    """The allocator rounds each tensor up."""
+    plan = chosen(**ALONE, kept=kept)
+    terms = replay(tapes.of(plan)).peaks.terms
+    stored = sum(layer_bytes(shape(), plan))
+    assert stored <= terms["nf4_weights"] + terms.get("nf4_scales", 0) <= 1.0005 * stored
 
 
 def test_what_is_offloaded_is_page_locked_memory_of_the_host(tapes):

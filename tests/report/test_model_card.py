@@ -215,8 +215,21 @@ def used(card, **replaced):
         ("mixtral", {}),
         ("llama in NF4", {}),
         ("llama in words", {}),
+        ("llama", {"method": "none"}),
+        ("llama", {"keep": ["down_proj", r"layers\.0"]}),
+        ("mixtral", {"keep": ["experts", "q_proj"]}),
     ],
-    ids=["usual", "single and wide", "multimodal", "experts", "original in NF4", "said to be"],
+    ids=[
+        "usual",
+        "single and wide",
+        "multimodal",
+        "experts",
+        "original in NF4",
+        "said to be",
+        "16 bits",
+        "some in 16 bits",
+        "experts in 16 bits",
+    ],
 )
 def test_card_loads_what_was_evaluated(run, tmp_path, family, quantize):
     """Bit for bit: the NF4 weights, the types, and the adapter; so are the logits. Rows are whole

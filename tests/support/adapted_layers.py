@@ -6,7 +6,7 @@ import torch
 
 from workflow.lib.kernels.rows.dropout import Draw
 from workflow.lib.model.layers.adapter_dropout import AdapterState
-from workflow.lib.model.layers.nf4_linear import NF4Linear
+from workflow.lib.model.layers.frozen_linear import FrozenLinear
 
 SCALE = 1.75
 
@@ -30,7 +30,7 @@ class Layer:
         self.factor, self.draw, self.shared = factor, draw, AdapterState()
         self.changed_in_place = False
 
-    def get_base_layer(self) -> NF4Linear:
+    def get_base_layer(self) -> FrozenLinear:
         return self.base
 
     def fused_weights(self) -> tuple[torch.Tensor, ...]:

@@ -1,5 +1,6 @@
 """Runs of tiny models with each kind of adapter: DoRA, LoRA by patterns, head and embedding trained
-whole (`lora.modules_to_save`), and rows of added tokens, which the config.json of a base names.
+whole (`lora.modules_to_save`), rows of added tokens, which the config.json of a base names, and
+bases in 16 bits.
 
 Three processes have slices of 71, 71 and 69 rows of the vocabulary of 211."""
 
@@ -58,7 +59,11 @@ KINDS = {
     "scaled and capped": Kind("capped", {"modules_to_save": BOTH}),
     "rows, tied": Kind("tied"),
     "rows, untied": Kind("untied"),
+    "16 bits": Kind("plain"),
+    "some in 16 bits, DoRA": Kind("kept", {"use_dora": True, "alpha": 6.0}),
 }
+# Settings of `quantize` of some bases.
+BITS = {"plain": {"method": "none"}, "kept": {"keep": ("down_proj", r"layers\.1\.self_attn")}}
 TRAIN = TrainConfig(
     epochs=None,
     max_steps=STEPS,
@@ -83,8 +88,10 @@ def make_bases(folder: Path) -> Path:
         path = tiny_llama(folder / name / "original", tied=name == "tied", **small) / "config.json"
         write_json(path, read_json(path) | {TRAINED_ROWS: [ADDED.start, ADDED.stop]})
     scaled_and_capped(folder / "capped" / "original")
+    for name in BITS:
+        tiny_llama(folder / name / "original", num_hidden_layers=2, pad_token_id=5)
     for base in folder.iterdir():
-        quantized(base / "original", base / "nf4")
+        quantized(base / "original", base / "nf4", **BITS.get(base.name, {}))
     return folder
 
 

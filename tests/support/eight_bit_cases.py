@@ -4,13 +4,14 @@ compiled on a GPU; each beside what `eight_bits.matmul` computes on a CPU."""
 import torch
 from bitsandbytes.functional import QuantState, quantize_4bit
 
-from workflow.lib.kernels.eight_bits import matmul, rounding
+from workflow.lib.kernels.eight_bits import matmul, rounded_weight, rounding
 from workflow.lib.kernels.eight_bits.matmul import (
     RoundedWeight,
     decoded,
     eight_bit_matmul,
     row_scales,
 )
+from workflow.lib.kernels.eight_bits.rounded_weight import round_weight
 from workflow.lib.kernels.eight_bits.rounding import FLOAT8, Rounded, rounded, unfilled
 from workflow.lib.kernels.nf4.decode import NF4Data
 
@@ -57,16 +58,34 @@ def weights_and_activations(*, device: str, interpreted: bool) -> Pairs:
             pairs.append((made, scales))
             for transposed in (False, True):
                 decode = matmul.decode_columns if transposed else matmul.decode_rows
-                stack = matmul.PackedStack(there, 1, *shape)
+                stack = matmul.StoredStack(there, 1, *shape)
                 (values,) = decode.kernel(stack, made, 0, shape[transposed], dtype)
                 expected = decoded(data, scales, shape, transposed=transposed)
                 pairs.append((values, expected))
         rows = activations(shape[1])
         for factors in (None, torch.rand(shape[1]) + 0.5):
             pairs += _rounded_rows(rows, factors, dtype=dtype, device=device)
+    pairs += _rounded_weights(dtype=dtype, device=device)
     wide = activations(rounding.WHOLE_ROW + 5)  # more than a program has in registers
     pairs += _rounded_rows(wide, None, dtype=dtype, device=device)
     return [(one.cpu().to(other.dtype), other) for one, other in pairs]
+
+
+def _rounded_weights(*, dtype: torch.dtype, device: str) -> Pairs:
+    """Weights in 16 bits: some rows of a stack with a scale for each expert, columns transposed."""
+    draw = torch.Generator().manual_seed(2)
+    weights = torch.randn(3, 150, 266, generator=draw).to(torch.bfloat16)
+    scales = row_scales(weights, (3, 150 * 266)).view(3, 1).expand(3, 150)
+    pairs: Pairs = []
+    for transposed in (False, True):
+        part = weights[..., 4:260] if transposed else weights[:, 7:149]
+        own = scales if transposed else scales[:, 7:149]
+        expected = round_weight(part, own, transposed=transposed)
+        given = (part.to(device), own.to(device)) if device != "cpu" else (part, own)
+        op = rounded_weight.weight_columns if transposed else rounded_weight.weight_rows
+        made = op.kernel(*given, dtype)
+        pairs.append((made, expected))
+    return pairs
 
 
 def _rounded_rows(

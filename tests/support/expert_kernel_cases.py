@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from tests.support.stacks import packed_stack
-from workflow.lib.kernels.eight_bits.matmul import PackedStack, decode_columns, decode_rows
+from workflow.lib.kernels.eight_bits.matmul import StoredStack, decode_columns, decode_rows
 from workflow.lib.kernels.eight_bits.rounding import FLOAT8
 from workflow.lib.kernels.experts.gates import gated, gated_backward_
 from workflow.lib.kernels.experts.grouped_matmul import (
@@ -140,7 +140,7 @@ def float8_matmuls(
     draw = torch.Generator().manual_seed(4)
     plain_stack = packed_stack(torch.randn(EXPERTS, columns, width, generator=draw))
     stack = copy.deepcopy(plain_stack).to(device)
-    packed = PackedStack(stack.nf4_data(), EXPERTS, columns, width)
+    packed = StoredStack(stack.stored(), EXPERTS, columns, width)
     low = torch.randn(num_tokens * TOP_K, 16, generator=draw)
     ways = (
         (row_weights, decode_rows, width, columns - 64),

@@ -19,9 +19,10 @@ from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.sharded_files import piece_of, write_sharded
 from workflow.lib.model.fusion.fuse_layers import fuse_layers_
-from workflow.lib.model.layers.nf4_linear import NF4Linear
+from workflow.lib.model.layers.frozen_linear import FrozenLinear
+from workflow.lib.model.layers.weight_storage import PlainSpec, read_specs
 from workflow.lib.model.lora import init_adapters_, inject_adapters
-from workflow.lib.model.nf4_model import build_nf4_on_meta, load_weights_, materialize_, read_specs
+from workflow.lib.model.nf4_model import build_base_on_meta, load_weights_, materialize_
 from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.quantization.nf4_checkpoint import quantize_tensor, write_plain_base
 from workflow.lib.settings.config import LoraSettings, QuantizeConfig
@@ -84,13 +85,15 @@ def quantized(source: Path, target: Path, **settings: Any) -> Path:
     return target
 
 
-def base_fixture(make: Callable[..., Path] = tiny_llama, **changes: Any) -> Any:
-    """Return a fixture of a test module: the NF4 base of what `make` saves. Never change it."""
+def base_fixture(
+    make: Callable[..., Path] = tiny_llama, *, keep: tuple[str, ...] = (), **changes: Any
+) -> Any:
+    """Return a fixture of a test module: the base of what `make` saves. Never change it."""
 
     @pytest.fixture(scope="module")
     def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder = tmp_path_factory.mktemp("base")
-        return quantized(make(folder / "original", **changes), folder / "nf4")
+        return quantized(make(folder / "original", **changes), folder / "nf4", keep=keep)
 
     return base
 
@@ -106,7 +109,7 @@ def adapted(
 ) -> CausalLMForTraining:
     """Build the training module of an NF4 folder on one process, without sharding, as `setup`
     does."""
-    model = build_nf4_on_meta(Checkpoint(base), compute_dtype=dtype, attention=attention)
+    model = build_base_on_meta(Checkpoint(base), compute_dtype=dtype, attention=attention)
     peft_model = inject_adapters(model, LoraSettings(**lora))
     if fused_layers:
         fuse_layers_(model)
@@ -146,7 +149,7 @@ def heldout_from(**documents: int) -> dict[str, Any]:
 
 def nf4_linear(
     folder: Path, weight: torch.Tensor, *, bias: torch.Tensor | None = None, **settings: Any
-) -> NF4Linear:
+) -> FrozenLinear:
     """Quantize `weight` (out, in), write it as a checkpoint to `folder`, and load it from there as
     the engine does."""
     parts = quantize_tensor(weight, QuantizeConfig(**settings), device=torch.device("cpu"))
@@ -157,9 +160,22 @@ def nf4_linear(
     save_file(stored, folder / "model.safetensors")
     with CheckpointReader(folder) as reader:
         (spec,) = read_specs(reader).values()
-    linear = NF4Linear(spec, bias=bias is not None, compute_dtype=torch.float32)
+    linear = FrozenLinear(spec, bias=bias is not None, compute_dtype=torch.float32)
     model = torch.nn.ModuleDict({"linear": linear}).to_empty(device="cpu")
     load_weights_(model, Checkpoint(folder).stored())
+    return linear
+
+
+def plain_linear(
+    folder: Path, weight: torch.Tensor, *, dtype: torch.dtype = torch.bfloat16
+) -> FrozenLinear:
+    """Write `weight` (out, in) as a checkpoint to `folder`, and load it in `dtype`."""
+    folder.mkdir(parents=True)
+    save_file({"linear.weight": weight}, folder / "model.safetensors")
+    linear = FrozenLinear(PlainSpec(tuple(weight.shape), dtype), bias=False, compute_dtype=dtype)
+    model = torch.nn.ModuleDict({"linear": linear}).to_empty(device="cpu")
+    with CheckpointReader(folder) as reader:
+        load_weights_(model, reader)
     return linear
 
 

@@ -3,11 +3,11 @@
 import torch
 from bitsandbytes.functional import quantize_4bit
 
-from workflow.lib.model.layers.nf4_linear import NF4Spec
-from workflow.lib.model.layers.nf4_stack import NF4Stack
+from workflow.lib.model.layers.frozen_stack import FrozenStack
+from workflow.lib.model.layers.weight_storage import NF4Spec
 
 
-def packed_stack(weights: torch.Tensor, *, double_quant: bool = True) -> NF4Stack:
+def packed_stack(weights: torch.Tensor, *, double_quant: bool = True) -> FrozenStack:
     """Return weights (experts, out, in) as a stack whose bytes are those of bitsandbytes."""
     experts, out_features, in_features = weights.shape
     shape = (experts * out_features, in_features)
@@ -19,7 +19,7 @@ def packed_stack(weights: torch.Tensor, *, double_quant: bool = True) -> NF4Stac
         nested, offset = state.state2, state.offset
         parts |= {"nested_absmax": nested.absmax, "nested_quant_map": nested.code}
     spec = NF4Spec(shape, 64, double_quant, float(offset), experts)
-    stack = NF4Stack(spec, compute_dtype=torch.float32).to_empty(device="cpu")
+    stack = FrozenStack(spec, compute_dtype=torch.float32).to_empty(device="cpu")
     stack.nested_offset.copy_(offset)
     for name, part in parts.items():
         stored = part.flatten().view(torch.uint8)

@@ -18,8 +18,8 @@ from tests.support.models import adapted, base_fixture, heldout_from, quantized,
 from tests.support.plans import make_plan
 from tests.support.token_arrays import token_arrays
 from workflow.lib.data.tokens.token_store import TokenStore
-from workflow.lib.model.layers.nf4_linear import nf4_linears
-from workflow.lib.model.layers.nf4_stack import NF4Stack
+from workflow.lib.model.layers.frozen_linear import frozen_linears
+from workflow.lib.model.layers.frozen_stack import FrozenStack
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
 from workflow.lib.system.errors import UserError
 from workflow.lib.training.best_adapter import HeldOut
@@ -167,6 +167,6 @@ def test_experts_are_in_float8_with_linears(tmp_path):
     source = tiny_mixture("qwen3_moe", tmp_path / "original", moe_intermediate_size=64)
     training = adapted(quantized(source, tmp_path / "nf4"), attention="eager")
     training.multiply_in_("float8", "both")
-    linears = [module for _, module in nf4_linears(training.peft_model)]
-    assert {isinstance(x, NF4Stack) for x in linears} == {False, True}
+    linears = [module for _, module in frozen_linears(training.peft_model)]
+    assert {isinstance(x, FrozenStack) for x in linears} == {False, True}
     assert all(x.matmul_precision is training.matmul_precision for x in linears)

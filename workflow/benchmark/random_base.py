@@ -1,4 +1,4 @@
-"""An NF4 base of any shape with random weights, and random rows, for measurements of speed and
+"""A base of any shape with random weights, and random rows, for measurements of speed and
 memory.
 
 All linears of one size share one random tensor, so 70B parameters are quantized in seconds, on the
@@ -13,13 +13,13 @@ import torch
 
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.data.tokens.token_store import TokenStore
+from workflow.lib.model.adaptable_linears import weight_shapes
 from workflow.lib.model.nf4_model import stored_buffers
 from workflow.lib.quantization.nf4_checkpoint import (
     SHARD_BYTES,
+    BaseWeights,
     ShardWriter,
-    modules_in_16_bits,
-    nf4_config,
-    quantizable_linears,
+    base_config,
     quantize_tensor,
 )
 from workflow.lib.quantization.nf4_codes import quantize_expert, stack_tensors
@@ -35,31 +35,32 @@ DISTINCT_EXPERTS = 8  # of a stack: the others repeat them
 def write_random_base(
     folder: Path, config: dict[str, Any], settings: QuantizeConfig, *, float_storage: bool = False
 ) -> None:
-    """Write an NF4 checkpoint of the shape of `config` to `folder`, which appears as a whole.
+    """Write a base of the shape of `config` to `folder`, which appears as a whole.
     float_storage: packed weights as bf16 views, which other software needs for sharding."""
     with new_folder(folder) as partial:
         write_json(partial / "config.json", config)
-        shape = Checkpoint(partial)
-        model, stacks = shape.model, shape.stacks
-        linears = quantizable_linears(model)
+        model = Checkpoint(partial).model
+        weights = BaseWeights.of(model, settings)
         draw = torch.Generator().manual_seed(SEED)
         tensors: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}
         writer = ShardWriter(partial, shard_bytes=SHARD_BYTES)
-        sizes: dict[str, tuple[int, ...]] = {**linears, **{p: s.shape for p, s in stacks.items()}}
-        for path, size in sizes.items():
+        packed = {*weights.linears, *weights.stacks}
+        for path, size in weight_shapes(model).items():
+            if path not in packed:
+                continue
             if size not in tensors:
                 tensors[size] = _packed(size, draw, settings)
                 if float_storage:
                     tensors[size]["weight"] = as_bfloat16(tensors[size]["weight"])
             writer.add({f"{path}.{suffix}": part.clone() for suffix, part in tensors[size].items()})
         for name, param in (*model.named_parameters(), *stored_buffers(model)):
-            if name not in stacks and name.removesuffix(".weight") not in linears:
+            if packed.isdisjoint((name, name.removesuffix(".weight"))):
                 value = _random(tuple(param.shape), draw)
                 value = torch.ones_like(value) if param.ndim == 1 else value
                 writer.add({name: value})
         writer.close()
-        written = nf4_config(config, settings, in_16_bits=modules_in_16_bits(model))
-        if float_storage:
+        written = base_config(config, settings, weights)
+        if float_storage and packed:
             written["quantization_config"]["bnb_4bit_quant_storage"] = "bfloat16"
         write_json(partial / "config.json", written)
 

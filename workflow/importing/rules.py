@@ -66,7 +66,7 @@ def _objective(draft: Draft) -> None:
 def _base(draft: Draft) -> None:
     kind, bits = draft.get("adapter"), draft.get("quantization_bit")
     if kind in (None, False, "full"):
-        why = "all weights would be trained; here an adapter (LoRA) is, on a base in 4 bits"
+        why = "all weights would be trained; here an adapter (LoRA) is, on a frozen base"
         draft.refuse("adapter", why)
     elif kind not in ("lora", "qlora", True):
         draft.refuse("adapter", "LoRA's adapters alone are trained")
@@ -75,9 +75,11 @@ def _base(draft: Draft) -> None:
     if draft.get("load_in_4bit") is True or bits == 4:
         draft.note("taken", keys, "LoRA on a base in NF4")
         draft.put("quantize.double_quant", draft.get("use_double_quant"), "use_double_quant")
-    else:
-        how = f"LoRA on a base in NF4 (4 bits), not in {8 if in_8bit else 16}; `evaluate` compares"
+    elif in_8bit:
+        how = "LoRA on a base in NF4 (4 bits), not in 8; `evaluate` compares"
         draft.note("changed", keys, how)
+    else:
+        draft.put("quantize.method", "none", *keys)
 
 
 def _adapter(draft: Draft) -> None:

@@ -1,4 +1,4 @@
-"""Quantize a base checkpoint to NF4 once, for all runs that use it.
+"""Make the frozen base of a checkpoint once, for all runs that use it: in NF4, or in 16 bits.
 
 Reads a model folder (config.json, safetensors, tokenizer), and the tokens of a run if they
 calibrate; writes the same model as a pre-quantized bitsandbytes checkpoint that stock Transformers
@@ -24,14 +24,12 @@ from workflow.lib.planning.model_sizes import Method, chosen_method
 from workflow.lib.quantization.calibrated_base import CalibrationInputs, write_calibrated
 from workflow.lib.quantization.nf4_checkpoint import (
     SHARD_BYTES,
+    BaseWeights,
     ShardWriter,
-    check_model,
+    base_config,
     check_taken,
     copy_companions,
-    modules_in_16_bits,
-    nf4_config,
     only_here,
-    quantizable_linears,
     quantized_tensors,
 )
 from workflow.lib.quantization.nf4_codes import check_blocks
@@ -59,48 +57,50 @@ def main(args: argparse.Namespace) -> None:
     text = settings.calibration_text
     inputs = Inputs([args.model, *([Path(text)] if text else [])])
     original = Checkpoint.open(args.model)
-    model, stacks = original.model, original.stacks
-    linears = quantizable_linears(model)
-    check_model(model, linears)
+    weights = BaseWeights.of(original.model, settings)
     with original.weights() as reader:
         check_loading(reader)
-        taken = check_taken(reader, linears, stacks, settings)
+        taken = check_taken(reader, weights, settings)
         packed = bool(reader.packed or original.stated_quantization)
-    check_blocks(stacks, settings)
-    shapes = [*linears.values(), *(stack.shape for stack in stacks.values())]
-    method, reason = TAKEN if taken else chosen_method(settings.method, shapes)
+    check_blocks(weights.stacks, settings)
+    method, reason = TAKEN if taken else chosen_method(settings.method, weights.shapes)
+    if not weights.shapes:
+        method, reason = "none", None
     if reason is not None:
         logger.info("%s: %s", method, reason)
     device = choose_device()
     partial = args.output.with_name(f".{args.output.name}.partial")
     if method == "calibrated":
-        total_bytes, calibration, hashes = calibrated(args, partial, original, settings, device)
+        weights.check_calibrated(settings)
+        total_bytes, calibration, hashes = calibrated(
+            args, partial, original, weights, settings, device
+        )
     else:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         calibration = None
-        total_bytes, hashes = write_weights(original, partial, settings, device)
+        total_bytes, hashes = write_weights(original, partial, weights, settings, device)
     copy_companions(args.model, partial)
-    in_16_bits = modules_in_16_bits(model)
-    write_json(
-        partial / "config.json", nf4_config(original.plain_config, settings, in_16_bits=in_16_bits)
-    )
-    num_weights = sum(math.prod(shape) for shape in shapes)
+    write_json(partial / "config.json", base_config(original.plain_config, settings, weights))
+    num_weights = sum(math.prod(shape) for shape in weights.shapes)
     facts = {} if calibration is None else {"calibration": calibration}
     record = Quantization(
-        quantized_linears=len(linears),
-        quantized_stacks=len(stacks),
+        quantized_linears=len(weights.linears),
+        quantized_stacks=len(weights.stacks),
         quantized_parameters=num_weights,
+        kept=len(weights.kept),
         total_bytes=total_bytes,
         settings=settings.model_dump(mode="json"),
         method=method,
         method_reason=reason,
         device=device.type,
-        auto_class=auto_class(model.config).__name__,
-        in_16_bits=in_16_bits,
+        auto_class=auto_class(original.model.config).__name__,
+        in_16_bits=weights.in_16_bits,
         taken=taken,
         only_here=(
-            None if taken else only_here(method, settings, stacks=bool(stacks), packed=packed)
+            None
+            if taken or method == "none"
+            else only_here(method, settings, stacks=bool(weights.stacks), packed=packed)
         ),
         **facts,
         model_files=hashes,
@@ -111,8 +111,10 @@ def main(args: argparse.Namespace) -> None:
     inputs.check()
     replace_folder(partial, args.output)
     logger.info(
-        "quantized %d linears and %d stacks of experts (%s parameters) to NF4 (%s) on %s: %.3f GiB",
-        len(linears), len(stacks), f"{num_weights:,}", method, device.type,
+        "quantized %d linears and %d stacks of experts (%s parameters) to NF4 (%s) on %s, kept %d "
+        "in 16 bits: %.3f GiB",
+        len(weights.linears), len(weights.stacks), f"{num_weights:,}", method, device.type,
+        len(weights.kept),
         total_bytes / 2**30,
     )  # fmt: skip
 
@@ -121,6 +123,7 @@ def calibrated(
     args: argparse.Namespace,
     partial: Path,
     original: Checkpoint,
+    weights: BaseWeights,
     settings: QuantizeConfig,
     device: torch.device,
 ) -> tuple[int, CalibrationFacts, dict[str, str]]:
@@ -146,22 +149,25 @@ def calibrated(
         partial.mkdir(parents=True)
         mark.write_text(begun_with)
     with original.weights(recorded=True, finite=True) as reader:
-        linears, dtype = quantizable_linears(original.model), resolve_dtype("auto", device)
-        inputs = CalibrationInputs(original, reader, store, linears, device, dtype)
+        dtype = resolve_dtype("auto", device)
+        inputs = CalibrationInputs(original, reader, store, weights, device, dtype)
         total_bytes, facts = write_calibrated(partial, inputs, settings, fingerprint=begun_with)
     mark.unlink()
     return total_bytes, facts, reader.sha256()
 
 
 def write_weights(
-    source: Checkpoint, target: Path, settings: QuantizeConfig, device: torch.device
+    source: Checkpoint,
+    target: Path,
+    weights: BaseWeights,
+    settings: QuantizeConfig,
+    device: torch.device,
 ) -> tuple[int, dict[str, str]]:
     """Stream all tensors from `source` to `target` by the model's names; return their bytes, and
     the SHA-256 of each file that was read."""
     writer = ShardWriter(target, shard_bytes=SHARD_BYTES)
-    linears = quantizable_linears(source.model)
     with source.weights(recorded=True, finite=True) as reader:
-        tensors = quantized_tensors(reader, linears, settings, device=device, stacks=source.stacks)
+        tensors = quantized_tensors(reader, weights, settings, device=device)
         count = len(reader.names())
         for _, parts in tqdm(
             tensors, total=count, desc="quantize", unit="tensor", disable=None, file=sys.stderr

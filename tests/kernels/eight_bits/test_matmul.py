@@ -29,7 +29,7 @@ def linear(request, tmp_path):
 
 
 def weight_of(linear):
-    data, shape = linear.nf4_data(), linear.spec.shape
+    data, shape = linear.stored(), linear.spec.shape
     scales = row_scales(data, shape)
     return RoundedWeight(decoded(data, scales, shape), scales)
 
@@ -50,7 +50,7 @@ def test_weight_in_8_bits_is_the_nf4_weight_rounded_once(linear):
 
 def test_scale_of_a_row_is_its_largest_weight_over_the_largest_value(linear):
     """By absmax the largest weight of a block has the code 1 or -1."""
-    data, shape = linear.nf4_data(), linear.spec.shape
+    data, shape = linear.stored(), linear.spec.shape
     scales = row_scales(data, shape)
     largest = linear.dequantize(torch.float32).abs().amax(dim=1)
     used = torch.arange(OUT) != 5  # of a row of zeros the scale may be anything small
@@ -61,7 +61,7 @@ def test_scale_of_a_row_is_its_largest_weight_over_the_largest_value(linear):
 def test_transposed_weight_is_the_same(linear):
     values, scales = weight_of(linear)
     assert scales is not None
-    turned = decoded(linear.nf4_data(), scales, linear.spec.shape, transposed=True)
+    turned = decoded(linear.stored(), scales, linear.spec.shape, transposed=True)
     assert turned.is_contiguous()
     assert torch.equal(bits(turned), bits(values.t().contiguous()))
 

@@ -19,11 +19,11 @@ from workflow.lib.model.experts import expert_matmul as expert_products
 from workflow.lib.model.experts import fused_experts
 from workflow.lib.model.experts.expert_matmul import FusedLoraStack, value
 from workflow.lib.model.experts.fused_experts import FusedExperts
-from workflow.lib.model.layers import nf4_stack
+from workflow.lib.model.layers import frozen_stack
+from workflow.lib.model.layers.frozen_linear import FrozenLinear
 from workflow.lib.model.layers.frozen_matmul import MatmulPrecision
+from workflow.lib.model.layers.frozen_stack import FrozenStack
 from workflow.lib.model.layers.lora_linear import ADAPTER
-from workflow.lib.model.layers.nf4_linear import NF4Linear
-from workflow.lib.model.layers.nf4_stack import NF4Stack
 from workflow.lib.system.errors import UserError
 
 EXPERTS, HIDDEN, INTERMEDIATE, RANK, TOKENS, TOP_K = 5, 48, 80, 3, 13, 2
@@ -86,7 +86,7 @@ class Pair:
             LoraConfig(target_parameters=[f"experts.{n}" for n in self.names], **options),
         )
         config = LoraConfig(target_modules=[*self.names], **options)
-        config._register_custom_module({NF4Stack: FusedLoraStack, NF4Linear: FusedLoraStack})
+        config._register_custom_module({FrozenStack: FusedLoraStack, FrozenLinear: FusedLoraStack})
         get_peft_model(self.ours, config)  # type: ignore[arg-type]
         self._same_adapters()
 
@@ -180,8 +180,9 @@ def test_cut_weights_give_the_same(monkeypatch):
     decoded in several slices."""
     pair = Pair("gpt_oss", **WIDE)
     stack = pair.experts.gate_up_proj.get_base_layer()
-    assert isinstance(stack, NF4Stack)
-    monkeypatch.setattr(nf4_stack, "DECODED_BYTES", 4 * stack.out_features * stack.in_features // 2)
+    assert isinstance(stack, FrozenStack)
+    half = 4 * stack.out_features * stack.in_features // 2
+    monkeypatch.setattr(frozen_stack, "DECODED_BYTES", half)
     assert len([*stack.row_slices(torch.float32)]) == 2
     assert len([*stack.column_slices(torch.float32)]) == 2
     assert_same(pair)

@@ -35,7 +35,7 @@ def exact_weight(linear, float8):
     """W, or W in 8 bits times its scales, in fp64."""
     if not float8:
         return linear.dequantize(torch.float32).double()
-    data = linear.nf4_data()
+    data = linear.stored()
     scales = row_scales(data, linear.spec.shape)
     values = decoded(data, scales, linear.spec.shape)
     return values.double() * scales.double()[:, None]
@@ -62,7 +62,7 @@ def expected_gradient(grad, layer, float8):
     of_x = SCALE * (grad.double() @ b @ a)
     if not float8:
         return of_x + grad.double() @ exact_weight(layer.base, float8)
-    scales = row_scales(layer.base.nf4_data(), (OUT, IN))
+    scales = row_scales(layer.base.stored(), (OUT, IN))
     exact = exact_weight(layer.base, float8) / scales.double()[:, None]
     return of_x + exact_rows(grad * scales, float8) @ exact
 

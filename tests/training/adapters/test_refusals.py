@@ -6,7 +6,7 @@ import torch
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.export.adapter_files import merged_tensors
-from workflow.lib.model.nf4_model import build_nf4_on_meta
+from workflow.lib.model.nf4_model import build_base_on_meta
 from workflow.lib.model.trained_modules import unfreeze_
 from workflow.lib.settings.config import LoraSettings
 from workflow.lib.system.errors import UserError
@@ -24,7 +24,7 @@ def test_trained_module_that_the_model_has_not_is_refused(folder):
 
 
 def test_name_that_peft_would_find_elsewhere_too_is_refused(folder):
-    model = build_nf4_on_meta(
+    model = build_base_on_meta(
         Checkpoint(folder / "small" / "nf4"), compute_dtype=torch.float32, attention="sdpa"
     )
     model.model.other_lm_head = torch.nn.Identity()

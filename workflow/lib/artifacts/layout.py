@@ -93,7 +93,7 @@ def _examples_asked(run: RunConfig) -> dict[str, Any]:
 def base_key(run: RunConfig) -> str:
     """Short hash of all that the quantized base depends on; of tokens only if they calibrate."""
     settings = _comparable(run, _defines_result).quantize.model_dump(mode="json")
-    tokens = None if run.quantize.method == "absmax" else tokens_key(first_run(run))
+    tokens = tokens_key(first_run(run)) if run.quantize.calibrates else None
     return short_hash([*_model(run), settings, tokens])
 
 
@@ -104,15 +104,15 @@ def first_run(run: RunConfig) -> RunConfig:
 
 def calibration_tokens(run: RunConfig) -> list[str]:
     """Return the files of the tokens that calibrate the base, the manifest first, or none."""
-    if run.quantize.method == "absmax":
+    if not run.quantize.calibrates:
         return []
     first = first_run(run)
     return [f"{tokens_dir(first)}/{MANIFEST}", *token_arrays(first)]
 
 
 def calibration_text(run: RunConfig) -> str | None:
-    """Return the text that calibrates the base; None with absmax, or if none is named."""
-    return None if run.quantize.method == "absmax" else run.quantize.calibration_text
+    """Return the text that calibrates the base; None without calibration, or if none is named."""
+    return run.quantize.calibration_text if run.quantize.calibrates else None
 
 
 def source_dir(run: RunConfig) -> str:

@@ -73,7 +73,8 @@ class Quantization(Record):
     quantized_parameters: int  # weights of both
     total_bytes: int  # bytes of all weights, the others included
     settings: dict[str, Any]  # section `quantize`
-    method: Literal["absmax", "calibrated"]  # of codes and scales
+    kept: int = 0  # linears and stacks in 16 bits beside them
+    method: Literal["absmax", "calibrated", "none"]  # of codes and scales
     method_reason: str | None = None
     """The reason, with `quantize.method: auto`, or of a base that is in NF4 already."""
     device: str  # `cuda` or `cpu`

@@ -193,6 +193,10 @@ class ConvertedReader(DecodedReader):
             sources = {part: super(ConvertedReader, self).tensor(part) for part in parts}
             yield self._converted(name, sources)[0]
 
+    def in_few_bits(self, name: str) -> bool:
+        """Whether a weight, or a part of it, is stored in less than 8 bits."""
+        return any(super(ConvertedReader, self).in_few_bits(s) for s, _ in self._stored[name])
+
     def nf4_state(self, name: str) -> dict[str, Any] | None:
         """Return bitsandbytes' JSON on a weight in NF4; None for another, or a part of one."""
         only = self._only_stored(name)

@@ -294,6 +294,10 @@ class DecodedReader(CheckpointReader):
     def _codes(self) -> dict[str, str]:
         return {} if self._linears is None else self._linears.codes
 
+    def in_few_bits(self, name: str) -> bool:
+        """Whether a weight is stored in less than 8 bits: in 8 its codes have its own name."""
+        return name in self._nf4 | self._mxfp4 or self._codes.get(name, name) != name
+
     def __contains__(self, name: str) -> bool:
         return name in self._files_of
 

@@ -4,7 +4,7 @@ Every decoder layer is an FSDP2 unit, the rest is another; embedding and head ar
 (`vocabulary_parallel`), and `packed_layers` gathers packed weights of decoder layers. A single
 process is not sharded. With replicas (HSDP) gradients are also summed over the groups.
 
-Frozen packed data are float32 views (see `nf4_linear`). Gradients are summed, not averaged: the
+Frozen packed data are float32 views (see `frozen_linear`). Gradients are summed, not averaged: the
 loss is divided by the global number of trained tokens. Adapters are float32 masters, which decoder
 layers gather in the compute dtype, with gradients in float32."""
 

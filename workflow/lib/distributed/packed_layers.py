@@ -22,8 +22,8 @@ from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.distributed.vocabulary_parallel import ALL_GATHER
 from workflow.lib.distributed.weight_checks import different_parts, names_of_all
 from workflow.lib.distributed.world import World
-from workflow.lib.model.layers.nf4_linear import NF4Linear, nf4_linears
-from workflow.lib.model.nf4_model import checkpoint_name, read_bytes
+from workflow.lib.model.layers.frozen_linear import FrozenLinear, frozen_linears
+from workflow.lib.model.nf4_model import checkpoint_name
 from workflow.lib.system.device_types import GPUS
 
 ALIGNMENT = 512  # bytes; of every part in its layer's buffer, and of the slices
@@ -33,7 +33,7 @@ ALIGNMENT = 512  # bytes; of every part in its layer's buffer, and of the slices
 class _Part:
     """One packed parameter, and its offset in the buffer of its layer."""
 
-    linear: NF4Linear
+    linear: FrozenLinear
     path: str
     name: str
     start: int
@@ -57,7 +57,7 @@ class _PackedLayer:
 
     def __init__(
         self,
-        linears: list[tuple[str, NF4Linear]],
+        linears: list[tuple[str, FrozenLinear]],
         *,
         world: World,
         stream: torch.Stream | None,
@@ -104,7 +104,9 @@ class _PackedLayer:
             start = max(first - part.start, 0)
             stop = min(first + self.slice_bytes - part.start, part.num_bytes)
             if start < stop:
-                data = read_bytes(part.linear, part.name, part.path, reader, start=start, stop=stop)
+                data = part.linear.spec.read_bytes(
+                    part.name, part.path, reader, start=start, stop=stop
+                )
                 self.slice[part.start + start - first :][: data.numel()].copy_(data)
                 bytes_read += data.numel()
         return bytes_read
@@ -178,7 +180,7 @@ class _PackedLayer:
         return [name for path, x in linears.items() for name in different_parts(x, path, reader)]
 
 
-def _laid_out(linears: list[tuple[str, NF4Linear]]) -> Iterator[_Part]:
+def _laid_out(linears: list[tuple[str, FrozenLinear]]) -> Iterator[_Part]:
     start = 0
     for path, linear in linears:
         for name, num_bytes in linear.spec.sizes.items():
@@ -209,11 +211,11 @@ class PackedLayers:
         layers = decoder_layers(model)
         gpu = torch.get_device_module(world.device)
         stream = gpu.Stream(world.device) if world.device.type in GPUS else None
-        paths = {id(linear): checkpoint_name(path) for path, linear in nf4_linears(model)}
+        paths = {id(linear): checkpoint_name(path) for path, linear in frozen_linears(model)}
         from_host_by_layer = dict.fromkeys(on_device, False) | dict.fromkeys(on_host, True)
         self._layers: dict[int, _PackedLayer] = {}
         for number, from_host in sorted(from_host_by_layer.items()):
-            linears = [(paths[id(linear)], linear) for _, linear in nf4_linears(layers[number])]
+            linears = [(paths[id(linear)], linear) for _, linear in frozen_linears(layers[number])]
             if not linears:
                 continue
             packed = _PackedLayer(linears, world=world, stream=stream, on_host=from_host)

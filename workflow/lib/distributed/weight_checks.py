@@ -10,14 +10,13 @@ from transformers import PreTrainedModel
 
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.distributed.world import World
-from workflow.lib.model.layers.nf4_linear import NF4Linear, nf4_linears
+from workflow.lib.model.layers.frozen_linear import FrozenLinear, frozen_linears
 from workflow.lib.model.loss.vocabulary_slices import vocabulary_slices
 from workflow.lib.model.nf4_model import (
     checkpoint_name,
     local,
     local_range,
     plain_parameters,
-    read_bytes,
     stored_buffers,
 )
 from workflow.lib.model.trained_modules import write_rows_
@@ -81,7 +80,7 @@ def names_of_all(names: list[str], world: World) -> list[str]:
 def _differences(model: PreTrainedModel, reader: CheckpointReader, masters: bool) -> list[str]:
     """Compare all whole parameters (gathered, or never sharded) with the checkpoint."""
     wrong = []
-    for path, linear in nf4_linears(model):
+    for path, linear in frozen_linears(model):
         wrong += different_parts(linear, checkpoint_name(path), reader)
     for name, tensor in [*plain_parameters(model), *stored_buffers(model)]:
         if type(tensor.data) is not torch.Tensor or not tensor.numel():
@@ -94,7 +93,7 @@ def _differences(model: PreTrainedModel, reader: CheckpointReader, masters: bool
     return wrong
 
 
-def different_parts(linear: NF4Linear, path: str, reader: CheckpointReader) -> list[str]:
+def different_parts(linear: FrozenLinear, path: str, reader: CheckpointReader) -> list[str]:
     """Compare the packed parameters of a linear (`path` in the checkpoint) that are whole now;
     return differing ones. Empty ones are not gathered (`packed_layers`)."""
     wrong = []
@@ -102,7 +101,7 @@ def different_parts(linear: NF4Linear, path: str, reader: CheckpointReader) -> l
         packed = linear.get_parameter(part)
         if type(packed.data) is not torch.Tensor or not packed.numel():
             continue
-        stored = read_bytes(linear, part, path, reader, start=0, stop=size)
+        stored = linear.spec.read_bytes(part, path, reader, start=0, stop=size)
         if not torch.equal(packed.data.view(torch.uint8)[:size].cpu(), stored):
             wrong.append(f"{path}.{part}")
     return wrong

@@ -5,7 +5,6 @@ Every forward of a sharded model is collective: in `in_step` a process that has 
 runs forwards of a single token, without use, until all have finished."""
 
 import logging
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -55,7 +54,7 @@ def divide(
     sharded only if models do not fit on one; one on the CPU. folders: safetensors; gpu_bytes: of
     each GPU. Raises `UserError` for more processes than GPUs, copies that do not fit, or a single
     process to shard over."""
-    largest = max(loaded_bytes(folder) for folder in folders)
+    largest = max(sum(f.stat().st_size for f in folder.glob("*.safetensors")) for folder in folders)
     fits = all(largest <= WEIGHTS_SHARE * total for total in gpu_bytes)
     alone = processes == 1 or len(gpu_bytes) == 1
     sharded = shard is True or (shard == "auto" and not fits and not alone)
@@ -74,21 +73,9 @@ def divide(
     return Division(count, sharded)
 
 
-def loaded_bytes(folder: Path) -> int:
-    """Return the bytes of a model's weights as an evaluation loads them: packed ones in 16 bits,
-    but NF4 as stored."""
-    from workflow.lib.checkpoints.checkpoint import Checkpoint  # takes seconds
-
-    model = Checkpoint(folder)
-    if not model.config_path.is_file() or not model.is_packed or model.is_nf4:
-        return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    with model.decoded() as reader:
-        return sum(2 * math.prod(reader.shape(name)) for name in reader.names())
-
-
 def fits(folder: Path, division: Division, *, gpu_bytes: Sequence[int], host_bytes: int) -> bool:
     """Tell whether processes of `division` can load a 16-bit safetensors model (CPU: float32)."""
-    size = loaded_bytes(folder)
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if not gpu_bytes:
         copies = 1 if division.sharded else division.processes
         return 2 * size * copies <= HOST_SHARE * host_bytes

@@ -29,7 +29,7 @@ from workflow.lib.distributed.sharded_files import DamagedError, read_whole
 from workflow.lib.export.packed_stacks import dequantized_weight, merged_stacks, without_stacks
 from workflow.lib.model.architecture.adapter_targets import adapter_scale
 from workflow.lib.model.architecture.routers import CORRECTION
-from workflow.lib.model.layers.nf4_linear import STATE_SUFFIX
+from workflow.lib.model.layers.weight_storage import STATE_SUFFIX
 from workflow.lib.model.trained_modules import ROWS_TENSOR, TRAINED_ROWS
 from workflow.lib.quantization.nf4_checkpoint import (
     ShardWriter,
@@ -207,12 +207,13 @@ def merged_tensors(
     nf4: CheckpointReader,
     onto: str,
     others: Collection[str] = (),
+    stacks: Collection[str] = (),
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield name and bf16 tensor of the merged model: `merged_weight` for adapted ones, a module's
     own if it was trained whole, or some of its rows were.
 
-    original: by names of the model (`ConvertedReader`); the yielded names are its files'. Stacks of
-    experts are left out (`merged_stacks`), and the modules `others`, which text never passes
+    original: by names of the model (`ConvertedReader`); the yielded names are its files'. Left out
+    are `stacks` of experts (`merged_stacks`), and the modules `others`, which text never passes
     (`ConvertedReader.untrained`). onto: `dequantized` (the trained weights) or `original`. The sum
     is in fp32, rounded once. Unquantized tensors stay in fp32 in a 16-bit checkpoint. Raises
     `UserError` if an adapter belongs to no tensor of the model."""
@@ -220,9 +221,9 @@ def merged_tensors(
     whole = {name for name in adapter if ".lora_" not in name}
     indices: dict[str, list[int]] = adapter_config.get("trainable_token_indices") or {}
     outside = tuple(f"{path}." for path in others)
-    narrow = _stored_in_16_bits(original, nf4)
+    narrow = any(original.dtype(name) in ("BF16", "F16") for name in original.names())
     for name in original.names():
-        if name.startswith(outside) or f"{name}.{STATE_SUFFIX}" in nf4:
+        if name.startswith(outside) or name in stacks:
             continue
         path = name.removesuffix(".weight")
         key = f"{PREFIX}{path}"
@@ -254,13 +255,6 @@ def merged_tensors(
         )
 
 
-def _stored_in_16_bits(original: CheckpointReader, nf4: CheckpointReader) -> bool:
-    """Tell whether the quantized weights are stored in 16 bits."""
-    paths = ((name, name.removesuffix(".weight")) for name in original.names())
-    first = next((name for name, path in paths if f"{path}.{STATE_SUFFIX}" in nf4), None)
-    return first is not None and original.dtype(first) != "F32"
-
-
 def merged_weight(
     weight: torch.Tensor, adapter: dict[str, torch.Tensor], key: str, *, scale: float
 ) -> torch.Tensor:
@@ -286,10 +280,10 @@ def merged_model(
     adapter: by names in training; onto: as in `merged_tensors`."""
     stacks, others = original.stacks, original.other_parts
     with original.weights(recorded=True) as weights, base.stored() as nf4:
-        how: dict[str, Any] = {"original": weights, "nf4": nf4, "onto": onto}
+        how: dict[str, Any] = {"original": weights, "nf4": nf4, "onto": onto, "stacks": stacks}
         linears = without_stacks(adapter, stacks)
         yield from merged_tensors(linears, adapter_config, others=others, **how)
-        yield from merged_stacks(adapter, adapter_config, stacks=stacks, **how)
+        yield from merged_stacks(adapter, adapter_config, **how)
         yield from weights.untrained(others)
 
 

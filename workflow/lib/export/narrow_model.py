@@ -16,13 +16,10 @@ from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.decoder_layers import drop_other_parts_
 from workflow.lib.checkpoints.meta_model import auto_class
 from workflow.lib.export.peft_folder import Trained, save_exported
+from workflow.lib.model.adaptable_linears import note_without_adapter_
 from workflow.lib.model.lora import adapter_config, inject_adapters, trainable_parameters
-from workflow.lib.quantization.nf4_checkpoint import (
-    modules_in_16_bits,
-    nf4_config,
-    packed_on_meta,
-)
-from workflow.lib.settings.config import LoraSettings, QuantizeConfig
+from workflow.lib.quantization.nf4_checkpoint import packed_on_meta
+from workflow.lib.settings.config import LoraSettings
 from workflow.lib.system.files import write_json
 
 WIDTH, STEP = 64, 32  # of the hidden size, roughly; widths are whole steps of kernels if possible
@@ -112,7 +109,7 @@ def write_narrow_adapter(model: Checkpoint, folder: Path) -> Trained:
     """Write a random adapter on all linears of the narrow model, and return it in the names of the
     training."""
     packed = model.build(torch.float32)
-    packed.config.update(nf4_config({}, QuantizeConfig(), in_16_bits=modules_in_16_bits(packed)))
+    note_without_adapter_(packed)
     drop_other_parts_(packed)
     tuned = inject_adapters(packed_on_meta(packed, dtype=torch.float32), LoraSettings())
     drawn = {name: torch.randn(x.shape) for name, x in trainable_parameters(tuned).items()}

@@ -32,7 +32,7 @@ from workflow.lib.checkpoints.files.stack_names import PREFIX
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.kernels.nf4.decode import decoded
 from workflow.lib.model.architecture.adapter_targets import adapter_scale, by_pattern
-from workflow.lib.model.layers.nf4_linear import CHECKPOINT_SUFFIX, CODE_SUFFIX, STATE_SUFFIX
+from workflow.lib.model.layers.weight_storage import CHECKPOINT_SUFFIX, CODE_SUFFIX, STATE_SUFFIX
 from workflow.lib.model.nf4_model import HAS_ITS_VALUE
 
 
@@ -202,8 +202,8 @@ def linear_names(stacks: Iterable[str]) -> dict[str, str]:
 def with_linears(
     family: type[PreTrainedModel], stacks: Mapping[str, ExpertStack]
 ) -> type[PreTrainedModel]:
-    """Return a model's class with a linear (experts * out, in) for each stack, named as in
-    `linear_names`."""
+    """Return a model's class with a linear (experts * out, in) for each of these stacks, named as
+    in `linear_names`."""
 
     def build(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
         family.__init__(self, *args, **kwargs)
@@ -288,7 +288,7 @@ def merged_stacks(
     adapter: by names in training; onto: `dequantized` (the trained weights) or `original`; stacks:
     of `expert_stacks`. The sum is in fp32, rounded once."""
     for path, stack in stacks.items():
-        if onto == "dequantized":
+        if onto == "dequantized" and f"{path}.{STATE_SUFFIX}" in nf4:
             packed = NF4Tensor(*stored_weight(nf4, path), stack.shape, transposed=stack.transposed)
             weights = iter(packed)
         else:

@@ -10,15 +10,12 @@ packages read it.
 The order is fixed: meta device -> adapter -> sharding -> memory -> weights -> the adapter's
 values."""
 
-from pathlib import Path
-
 import torch
 from peft import LoraConfig, PeftModel
 from transformers import GenerationConfig, PreTrainedModel
 
 from workflow.lib.checkpoints.adapter import Adapter
 from workflow.lib.checkpoints.checkpoint import Checkpoint
-from workflow.lib.checkpoints.expert_stacks import expert_stacks
 from workflow.lib.checkpoints.safetensors_reader import check_whole
 from workflow.lib.distributed.fsdp import shard_for_inference_
 from workflow.lib.distributed.world import World
@@ -26,20 +23,19 @@ from workflow.lib.export.stock_models import refuse_unmatched
 from workflow.lib.model.layers.rotary_by_length import rotate_by_call_alone_
 from workflow.lib.model.lora import adapted, trainable_parameters
 from workflow.lib.model.nf4_model import (
-    build_nf4_on_meta,
+    build_base_on_meta,
     load_weights_,
     local,
     local_range,
     materialize_,
 )
 from workflow.lib.model.trained_modules import train_rows_, write_rows_
-from workflow.lib.system.errors import UserError
 
 
 def load_sharded_base(
     checkpoint: Checkpoint, *, world: World, compute_dtype: torch.dtype, attention: str
 ) -> PreTrainedModel:
-    """Return a model (NF4, or merged) in evaluation mode, a slice of each tensor
+    """Return a model (a base, or merged) in evaluation mode, a slice of each tensor
     here. Collective. Raises `UserError` if the folder does not hold every tensor of the model."""
     check_whole(checkpoint.folder)
     model = _on_meta(checkpoint, compute_dtype=compute_dtype, attention=attention)
@@ -66,7 +62,6 @@ def load_sharded_adapter(
     config.trainable_token_indices = None  # PEFT's own layer reads a whole table
     config.inference_mode = False  # distinguishes adapter from base; no gradient is computed
     config.base_model_name_or_path = str(base.folder)
-    _refuse_plain_experts(model, config, base.folder)
     tuned = adapted(model, config)
     train_rows_(model)
     shard_for_inference_(model, world.mesh)
@@ -79,21 +74,10 @@ def load_sharded_adapter(
     return tuned
 
 
-def _refuse_plain_experts(model: PreTrainedModel, config: LoraConfig, folder: Path) -> None:
-    """Raise `UserError` for an adapter on experts in 16 bits: the engine has it for NF4 alone."""
-    if stacks := expert_stacks(model).keys() & {*(config.target_modules or ())}:
-        raise UserError(
-            f"The model in {folder} is larger than one GPU, and the adapter on its experts "
-            f"({min(stacks)}) can be shared over GPUs on the NF4 base alone. Leave "
-            "tuned_on_original out of evaluate.subjects; with export.merged the merged model has "
-            "the same weights, and is measured in its place."
-        )
-
-
 def _on_meta(
     checkpoint: Checkpoint, *, compute_dtype: torch.dtype, attention: str
 ) -> PreTrainedModel:
-    model = build_nf4_on_meta(checkpoint, compute_dtype=compute_dtype, attention=attention)
+    model = build_base_on_meta(checkpoint, compute_dtype=compute_dtype, attention=attention)
     model.config.use_cache = True  # answers are generated
     rotate_by_call_alone_(model)
     folder = checkpoint.folder

@@ -12,7 +12,7 @@ And they fix five traps:
   with AVX512-BF16; later gradients through it are silently lost, and the results shift by about
   1e-2.
 * bitsandbytes 0.50 decodes rows wrongly on a CPU if they are not whole blocks
-  (`nf4_linear.decoded`). Such weights are decoded here once, and multiplied by a plain linear.
+  (`frozen_linear.decoded`). Such weights are decoded here once, and multiplied by a plain linear.
 * Dynamic NTK scaling of Transformers 5.23 rotates a row by the frequencies of an earlier longer one
   (`by_length`).
 * PEFT 0.21's wrappers of tied tables with trained rows cannot be tied again, which lm-eval 0.4 does
@@ -33,6 +33,7 @@ from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Co
 
 from workflow.lib.checkpoints.adapter import Adapter
 from workflow.lib.checkpoints.checkpoint import Checkpoint
+from workflow.lib.checkpoints.expert_stacks import ExpertStack
 from workflow.lib.checkpoints.files.quantization_settings import METHOD
 from workflow.lib.checkpoints.meta_model import auto_class
 from workflow.lib.checkpoints.safetensors_reader import check_whole
@@ -43,6 +44,7 @@ from workflow.lib.export.packed_stacks import (
 )
 from workflow.lib.kernels.nf4.decode import decoded
 from workflow.lib.model.layers.rotary_by_length import rotate_by_call_alone_
+from workflow.lib.model.layers.weight_storage import STATE_SUFFIX
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.undocumented_interfaces import MODEL_PACKAGES, check_interfaces
 
@@ -64,7 +66,7 @@ def load_base(
     check_interfaces(*MODEL_PACKAGES)
     check_whole(folder)
     stock = checkpoint.build(compute_dtype)
-    stacks = checkpoint.stacks if checkpoint.is_nf4 else {}
+    stacks = _packed_stacks(checkpoint)
     decoding = _decoding(stock, checkpoint)
     plain = type(stock) if "state_dict" in decoding else auto_class(stock.config)
     model, report = _from_pretrained(
@@ -121,6 +123,15 @@ def _decoding(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, Any]:
     config = copy.deepcopy(model.config)
     del config.quantization_config
     return {"config": config, "state_dict": tensors}
+
+
+def _packed_stacks(checkpoint: Checkpoint) -> dict[str, ExpertStack]:
+    """Return the stacks of experts that a folder has in NF4."""
+    if not checkpoint.is_nf4:
+        return {}
+    with checkpoint.stored() as reader:
+        stacks = checkpoint.stacks.items()
+        return {path: stack for path, stack in stacks if f"{path}.{STATE_SUFFIX}" in reader}
 
 
 def _from_pretrained(

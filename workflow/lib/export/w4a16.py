@@ -12,7 +12,8 @@ import torch
 
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
-from workflow.lib.quantization.nf4_checkpoint import ShardWriter, quantizable_linears
+from workflow.lib.model.adaptable_linears import adaptable_linears
+from workflow.lib.quantization.nf4_checkpoint import ShardWriter
 from workflow.lib.system.errors import UserError
 
 SCHEME, FORMAT = "W4A16", "pack-quantized"
@@ -64,7 +65,7 @@ def packed_linears(checkpoint: Checkpoint, reader: CheckpointReader) -> tuple[se
     """Return the linears and experts to pack, by their names in files; and the other modules with
     matrices, by these names and the model's own."""
     model, stacks = checkpoint.model, checkpoint.stacks
-    shapes = quantizable_linears(model)
+    shapes = adaptable_linears(model)
     wanted = {f"{path}{WEIGHT}" for path, (rows, _) in shapes.items() if rows % ROWS == 0}
     wanted |= stacks.keys()
     linears: set[str] = set()

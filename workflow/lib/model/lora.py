@@ -1,11 +1,10 @@
 """Adapters: injected by PEFT, so that names, configuration and files are PEFT's; computed by fused
 nodes.
 
-`lora_linear.FusedLoraLinear` is registered as PEFT's layer for `NF4Linear` (PEFT's custom-module
+`lora_linear.FusedLoraLinear` is registered as PEFT's layer for `FrozenLinear` (PEFT's custom-module
 dispatch)."""
 
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from peft.tuners.tuners_utils import BaseTunerLayer, _check_lora_target_modules_mamba
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -21,11 +20,12 @@ from transformers import PreTrainedModel
 
 from workflow.lib.checkpoints.files.stack_names import PREFIX
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
+from workflow.lib.model.adaptable_linears import excluded_pattern
 from workflow.lib.model.architecture.adapter_targets import adapter_ranks
 from workflow.lib.model.experts.expert_matmul import FusedLoraStack
+from workflow.lib.model.layers.frozen_linear import FrozenLinear, frozen_linears
+from workflow.lib.model.layers.frozen_stack import FrozenStack
 from workflow.lib.model.layers.lora_linear import ADAPTER, FusedLoraLinear
-from workflow.lib.model.layers.nf4_linear import NF4Linear, nf4_linears
-from workflow.lib.model.layers.nf4_stack import NF4Stack
 from workflow.lib.model.nf4_model import (
     checkpoint_name,
     local,
@@ -37,8 +37,6 @@ from workflow.lib.model.trained_modules import ROWS, TrainedRows, train_rows_, u
 from workflow.lib.settings.config import LoraSettings
 from workflow.lib.system.errors import setting_error
 from workflow.lib.system.files import short_hash
-
-IN_16_BITS = "llm_int8_skip_modules"  # Transformers' name for modules that stay in 16 bits
 
 
 def lora_config(settings: LoraSettings, *, linears: Iterable[str]) -> LoraConfig:
@@ -63,33 +61,12 @@ def lora_config(settings: LoraSettings, *, linears: Iterable[str]) -> LoraConfig
     )
 
 
-def takes_adapter(model: PreTrainedModel, path: str) -> bool:
-    """Whether PEFT puts an adapter on the linear at `path`, and NF4 holds it. Two kinds stay in 16
-    bits without one: linears that a family's fused kernels read past the layer's forward (Mamba's
-    `out_proj`), and linears that Transformers quantizes in no model of the family (the weights of
-    an indexer's heads)."""
-    if path.endswith(tuple(model._keep_in_fp32_modules or ())):
-        return False
-    try:
-        _check_lora_target_modules_mamba(LoraConfig(), model, path.rpartition(".")[2])
-    except ValueError:
-        return False
-    return True
-
-
-def excluded_pattern(model: PreTrainedModel) -> str | None:
-    """Return PEFT's pattern for linears that stay in 16 bits; None for the head alone."""
-    quantization: Any = getattr(model.config, "quantization_config", None) or {}
-    paths = [re.escape(path) for path in quantization.get(IN_16_BITS) or ()]
-    return rf"(.*\.)?({'|'.join(paths)})(\..*)?" if paths else None
-
-
 def inject_adapters(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
-    """Wrap a meta-device NF4 model with LoRA. Only adapters, `lora.modules_to_save` and rows of
-    added tokens require gradients, in fp32. Raises `UserError` if a name or pattern matches no
-    linear layer, or no module that can be trained whole."""
-    linears = dict(nf4_linears(model))
-    stacks = [path for path, linear in linears.items() if isinstance(linear, NF4Stack)]
+    """Wrap a meta-device model of frozen linears with LoRA. Only adapters, `lora.modules_to_save`
+    and rows of added tokens require gradients, in fp32. Raises `UserError` if a name or pattern
+    matches no linear layer, or no module that can be trained whole."""
+    linears = dict(frozen_linears(model))
+    stacks = [path for path, linear in linears.items() if isinstance(linear, FrozenStack)]
     ranks = adapter_ranks(settings, linears=linears, stacks=stacks)
     config = lora_config(settings, linears=linears)
     config.exclude_modules = excluded_pattern(model)
@@ -116,9 +93,9 @@ def adapter_config(peft_model: Any) -> dict[str, Any]:
 
 
 def adapted(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
-    """Wrap a meta NF4 model with the adapter of `config`, on `FusedLoraLinear` layers."""
+    """Wrap a meta model of frozen linears with the adapter of `config`, as `FusedLoraLinear`s."""
     # the first match is taken, and a stack is a linear
-    config._register_custom_module({NF4Stack: FusedLoraStack, NF4Linear: FusedLoraLinear})
+    config._register_custom_module({FrozenStack: FusedLoraStack, FrozenLinear: FusedLoraLinear})
     with torch.device("meta"), _without_family(model):
         peft_model: PeftModel = get_peft_model(model, config, adapter_name=ADAPTER)
     return peft_model
@@ -186,7 +163,7 @@ def peft_name(name: str) -> str:
 def init_adapters_(model: nn.Module, *, seed: int, base: CheckpointReader) -> None:
     """Initialize as PEFT does (A uniform in +-1/sqrt(in_features), B zero), equal for any number of
     processes. Every A has its own generator, seeded by (seed, name); each process keeps its slice.
-    DoRA's magnitudes are the row norms of the NF4 weights of `base`. Modules that are
+    DoRA's magnitudes are the row norms of the weights of `base`. Modules that are
     trained whole and trained rows begin with the base's values."""
     _init_from_base_(model, base)
     for name, param in trainable_parameters(model).items():
@@ -217,7 +194,7 @@ def _init_from_base_(model: nn.Module, base: CheckpointReader) -> None:
             continue
         stored = checkpoint_name(name)
         magnitude, linear = layer.fused_magnitude(), layer.get_base_layer()
-        assert isinstance(linear, NF4Linear)
+        assert isinstance(linear, FrozenLinear)
         start, stop = local_range(magnitude)
         norms = read_row_norms(linear, stored, base, start=start, stop=stop)
         _check_lengths(norms, stored, first_row=start)
@@ -231,7 +208,7 @@ def _check_lengths(norms: torch.Tensor, path: str, *, first_row: int) -> None:
         raise setting_error(
             "lora.use_dora",
             True,
-            f"row {first_row + int(zeros[0])} of {path} is zero in the NF4 base ({len(zeros)} such "
+            f"row {first_row + int(zeros[0])} of {path} is zero in the base ({len(zeros)} such "
             "rows), and DoRA scales each row by its length",
             f"Set use_dora to false, or leave {path.rpartition('.')[2]} out of lora.target_modules",
         )

@@ -1,17 +1,15 @@
-"""The model of a run: built on the meta device, its linears replaced by NF4 ones, its weights read
-slice by slice.
+"""The model of a run: built on the meta device, its linears replaced by frozen ones, its weights
+read slice by slice.
 
-The order is fixed: `build_nf4_on_meta` -> adapters (`lora.inject_adapters`) -> sharding
+The order is fixed: `build_base_on_meta` -> adapters (`lora.inject_adapters`) -> sharding
 (`fsdp.shard_`, or none) -> `materialize_` -> `load_weights_`. No process ever holds more than its
 own slices and one tensor."""
 
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from bitsandbytes.utils import unpack_tensor_to_dict
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -19,16 +17,10 @@ from transformers import PreTrainedModel
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.decoder_layers import drop_other_parts_
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
-from workflow.lib.kernels.nf4.decode import NESTED_BLOCK_SIZE
+from workflow.lib.model.adaptable_linears import note_without_adapter_, weight_specs
 from workflow.lib.model.experts.fused_experts import replace_experts_
-from workflow.lib.model.layers.nf4_linear import (
-    CHECKPOINT_SUFFIX,
-    CODE_SUFFIX,
-    STATE_SUFFIX,
-    NF4Linear,
-    NF4Spec,
-    nf4_linears,
-)
+from workflow.lib.model.layers.frozen_linear import FrozenLinear, frozen_linears
+from workflow.lib.model.layers.weight_storage import WeightStorage, read_specs
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.undocumented_interfaces import MODEL_PACKAGES, check_interfaces
 
@@ -37,18 +29,19 @@ from workflow.lib.system.undocumented_interfaces import MODEL_PACKAGES, check_in
 HAS_ITS_VALUE = "_is_hf_initialized"
 
 
-def build_nf4_on_meta(
+def build_base_on_meta(
     base: Checkpoint, *, compute_dtype: torch.dtype, attention: str, attention_dropout: bool = True
 ) -> PreTrainedModel:
-    """Build a base's model on meta (as `Checkpoint.build`): `NF4Linear`s, everything frozen. Raises
-    `UserError` if quantized tensors and linears do not correspond, or if an installed package lacks
-    an interface."""
+    """Build a base's model on meta (as `Checkpoint.build`): `FrozenLinear`s, in NF4 where the
+    checkpoint is, everything frozen. Raises `UserError` if quantized tensors and linears do not
+    correspond, or if an installed package lacks an interface."""
     check_interfaces(*MODEL_PACKAGES)
     model = base.build(compute_dtype, attention=attention, attention_dropout=attention_dropout)
+    note_without_adapter_(model)
     drop_other_parts_(model)
     keep_in_float32_(model)
     with base.stored() as reader:
-        specs = read_specs(reader)
+        specs = weight_specs(model, read_specs(reader), dtype=compute_dtype)
     return replace_linears_(model, specs, compute_dtype=compute_dtype)
 
 
@@ -64,11 +57,11 @@ def keep_in_float32_(model: PreTrainedModel) -> None:
 
 
 def replace_linears_(
-    model: PreTrainedModel, specs: Mapping[str, NF4Spec], *, compute_dtype: torch.dtype
+    model: PreTrainedModel, specs: Mapping[str, WeightStorage], *, compute_dtype: torch.dtype
 ) -> PreTrainedModel:
-    """Replace every linear of a meta model with a spec, by path, by an `NF4Linear`, and experts by
-    `FusedExperts`; freeze all. Raises `UserError` for other shapes or unsupported experts."""
-    experts: dict[str, dict[str, NF4Spec]] = {}
+    """Replace every linear of a meta model with a spec, by path, by a `FrozenLinear`, and experts
+    by `FusedExperts`; freeze all. Raises `UserError` for other shapes or unsupported experts."""
+    experts: dict[str, dict[str, WeightStorage]] = {}
     for path, spec in specs.items():
         if spec.experts > 1:
             parent, _, name = path.rpartition(".")
@@ -76,7 +69,7 @@ def replace_linears_(
             continue
         linear = _linear_at(model, path, spec.shape)
         parent, _, name = path.rpartition(".")
-        replacement = NF4Linear(spec, bias=linear.bias is not None, compute_dtype=compute_dtype)
+        replacement = FrozenLinear(spec, bias=linear.bias is not None, compute_dtype=compute_dtype)
         setattr(model.get_submodule(parent), name, replacement)
     for path, stacks in experts.items():
         replace_experts_(model, path, stacks, compute_dtype=compute_dtype)
@@ -99,7 +92,7 @@ def _linear_at(model: nn.Module, path: str, shape: tuple[int, int]) -> nn.Linear
         module = None
     if not isinstance(module, nn.Linear) or (module.out_features, module.in_features) != shape:
         raise UserError(
-            f"the NF4 checkpoint has a quantized weight {path} of shape {shape} that the model has "
+            f"the base has a quantized weight {path} of shape {shape} that the model has "
             "not: it belongs to another model. Delete its folder below results/base to have it "
             "made again."
         )
@@ -211,8 +204,8 @@ def load_weights_(
     `moved` after each. Return the bytes read. Raises `UserError` for a missing tensor. model:
     inside any PEFT wrapper."""
     read = 0
-    for path, linear in nf4_linears(model):
-        read += _load_nf4_(linear, checkpoint_name(path), reader)
+    for path, linear in frozen_linears(model):
+        read += _load_frozen_(linear, checkpoint_name(path), reader)
         moved()
     for name, param in plain_parameters(model):
         start, stop = local_range(param)
@@ -227,12 +220,12 @@ def load_weights_(
 
 
 def plain_parameters(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Return name and parameter of all but adapters and packed NF4 data, masters included."""
-    packed = {id(p) for _, m in nf4_linears(model) for n, p in m.named_parameters() if n != "bias"}
+    """Return name and parameter of all but adapters and frozen weights, masters included."""
+    frozen = {id(m.get_parameter(n)) for _, m in frozen_linears(model) for n in m.spec.sizes}
     return [
         (name, param)
         for name, param in model.named_parameters()
-        if id(param) not in packed and not is_adapter(name)
+        if id(param) not in frozen and not is_adapter(name)
     ]
 
 
@@ -242,11 +235,11 @@ def is_adapter(name: str) -> bool:
 
 
 def stored_buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Return name and buffer of all stored buffers (`layer_scalar`), without NF4 tables."""
+    """Return name and buffer of all stored buffers (`layer_scalar`), without tables of NF4."""
     return [
         (f"{path}.{name}" if path else name, buffer)
         for path, module in model.named_modules()
-        if not isinstance(module, NF4Linear)
+        if not isinstance(module, FrozenLinear)
         for name, buffer in module._buffers.items()
         if buffer is not None and name not in module._non_persistent_buffers_set
     ]
@@ -262,69 +255,25 @@ def without_cast(name: str) -> str:
     return re.sub(r"\.parametrizations\.(\w+)\.original$", r".\1", name)
 
 
-def _load_nf4_(linear: NF4Linear, path: str, reader: CheckpointReader) -> int:
+def _load_frozen_(linear: FrozenLinear, path: str, reader: CheckpointReader) -> int:
     read = 0
     for name in linear.spec.sizes:
         target = local(getattr(linear, name)).view(torch.uint8)
         start, stop = (4 * element for element in local_range(getattr(linear, name)))
-        data = read_bytes(linear, name, path, reader, start=start, stop=stop)
+        data = linear.spec.read_bytes(name, path, reader, start=start, stop=stop)
         target.zero_()
         target[: data.numel()].copy_(data)
         read += data.numel()
-    for name, suffix in CODE_SUFFIX.items():
-        if f"{path}.{suffix}" in reader:
-            linear.get_buffer(name).copy_(reader.tensor(f"{path}.{suffix}"))
-    linear.nested_offset.fill_(linear.spec.offset)
+    linear.spec.read_tables_(linear._buffers, path, reader)
     return read
 
 
 def read_row_norms(
-    linear: NF4Linear, path: str, reader: CheckpointReader, *, start: int, stop: int
+    linear: FrozenLinear, path: str, reader: CheckpointReader, *, start: int, stop: int
 ) -> torch.Tensor:
-    """Return the L2 norms (stop - start,) fp32 of rows of an NF4 weight, reading only these."""
+    """Return the L2 norms (stop - start,) fp32 of rows of a frozen weight, reading only these."""
     if start == stop:
         return torch.empty(0)
-    spec, width = linear.spec, linear.in_features
-    unit = spec.block_size * NESTED_BLOCK_SIZE  # scales and nested scales restart here
-    first = start * width // unit * unit
-    last = min(-(-stop * width // unit) * unit, math.prod(spec.shape))
-    parts = {}
-    for name in spec.sizes:
-        begin, end = spec.part_range(name, start=first, stop=last)
-        data = read_bytes(linear, name, path, reader, start=begin, stop=end)
-        parts[name] = data.to(linear.quant_map.device)
-    weights = linear.dequantize_parts(parts, shape=(last - first,), dtype=torch.float32)
-    rows = weights.view(-1)[start * width - first : stop * width - first].view(stop - start, width)
+    rows = linear.spec.read_rows(linear._buffers, path, reader, start=start, stop=stop)
     norms: torch.Tensor = torch.linalg.vector_norm(rows, dim=1)
     return norms
-
-
-def read_bytes(
-    linear: NF4Linear, name: str, path: str, reader: CheckpointReader, *, start: int, stop: int
-) -> torch.Tensor:
-    """Return bytes `start` to `stop` of a stored part of an NF4 weight, uint8 on the CPU."""
-    key = f"{path}.{CHECKPOINT_SUFFIX[name]}"
-    total = linear.spec.sizes[name]
-    # 1 byte for uint8 parts, 4 for fp32 scales; all are cut at multiples of 4
-    element = total // reader.shape(key)[0]
-    rows = reader.rows(key, min(start, total) // element, min(stop, total) // element)
-    return rows.reshape(-1).view(torch.uint8)
-
-
-def read_specs(reader: CheckpointReader) -> dict[str, NF4Spec]:
-    """Return the spec of every quantized linear of an NF4 checkpoint, by module path."""
-    paths = [n.removesuffix(f".{STATE_SUFFIX}") for n in reader.names() if n.endswith(STATE_SUFFIX)]
-    return {path: _read_spec(reader, path) for path in paths}
-
-
-def _read_spec(reader: CheckpointReader, path: str) -> NF4Spec:
-    state: dict[str, Any] = unpack_tensor_to_dict(reader.tensor(f"{path}.{STATE_SUFFIX}"))
-    *experts, out_features, in_features = state["shape"]  # of a stack three numbers
-    num_experts = math.prod(experts)
-    return NF4Spec(
-        shape=(num_experts * out_features, in_features),
-        block_size=state["blocksize"],
-        double_quant="nested_offset" in state,
-        offset=state.get("nested_offset", 0.0),
-        experts=num_experts,
-    )

@@ -20,9 +20,9 @@ from workflow.lib.model.experts.router_balance import (
     router_balance,
 )
 from workflow.lib.model.host_embedding import LookedUp, look_up_elsewhere_, with_embeddings
+from workflow.lib.model.layers.frozen_linear import frozen_linears
 from workflow.lib.model.layers.frozen_matmul import MatmulPrecision
 from workflow.lib.model.layers.lora_linear import share_state
-from workflow.lib.model.layers.nf4_linear import nf4_linears
 from workflow.lib.model.loss.chunked_loss import LinearCrossEntropy
 from workflow.lib.model.loss.loss_scale import LossScale
 from workflow.lib.model.loss.tried_head import tried_head
@@ -149,9 +149,9 @@ class CausalLMForTraining(nn.Module):
         self.matmul_precision = MatmulPrecision(**float8)
         if dtype == COMPUTE_DTYPE:
             return
-        for path, linear in nf4_linears(self.peft_model):
+        for path, linear in frozen_linears(self.peft_model):
             path = path.removeprefix("base_model.model.").replace(".base_layer", "")
-            check_shape(path, linear.spec.shape, block_size=linear.spec.block_size)
+            check_shape(path, linear.spec.shape, block_size=linear.spec.unit)
             linear.matmul_precision = self.matmul_precision
 
     def balance_routers_(self, coefficient_setting: float | None) -> None:

@@ -1,4 +1,4 @@
-"""Sizes from a model's shape: packed weights, adapters, and roughly a layer's activations, for
+"""Sizes from a model's shape: frozen weights, adapters, and roughly a layer's activations, for
 time, disk and traffic; memory is recorded. And the cost of a calibration of the base, and whether
 `quantize.method: auto` calibrates."""
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
+from workflow.lib.model.architecture.kept_linears import kept_linears
 from workflow.lib.model.architecture.model_shape import DecoderLayer, Linear, ModelShape
 from workflow.lib.model.architecture.routers import CORRECTION
 from workflow.lib.step_plan.plan import StepPlan
@@ -13,10 +14,32 @@ from workflow.lib.step_plan.plan import StepPlan
 NESTED_BLOCK_SIZE = 256  # bitsandbytes' block of the second quantization (functional.quantize_4bit)
 
 
-def packed_bytes(linears: Iterable[Linear], plan: StepPlan) -> int:
-    """Bytes of NF4 weights and scales: fp32 by block, or 8 bits by block and fp32 by 256."""
+def layer_bytes(shape: ModelShape, plan: StepPlan, *, kept_bytes: int | None = None) -> list[int]:
+    """Return `packed_bytes` of each decoder layer."""
+    return [
+        packed_bytes(
+            shape.layer(number).linears,
+            plan,
+            prefix=f"{shape.layers}.{number}.",
+            kept_bytes=kept_bytes,
+        )
+        for number in range(shape.num_layers)
+    ]
+
+
+def packed_bytes(
+    linears: Iterable[Linear], plan: StepPlan, *, prefix: str = "", kept_bytes: int | None = None
+) -> int:
+    """Bytes of frozen weights: NF4 with scales, fp32 by block, or 8 bits by block and fp32 by 256;
+    weights in 16 bits. prefix: of their paths; kept_bytes: of a weight in 16 bits, None: in the
+    compute dtype."""
+    paths = {f"{prefix}{linear.path}": linear for linear in linears}
+    kept = kept_linears(plan.kept, paths) if plan.kept else ()
     total = 0
-    for linear in linears:
+    for path, linear in paths.items():
+        if path in kept:
+            total += (kept_bytes or plan.compute_bytes) * linear.num_weights
+            continue
         blocks = math.ceil(linear.num_weights / plan.block_size)
         nested = blocks + 4 * math.ceil(blocks / NESTED_BLOCK_SIZE)
         total += math.ceil(linear.num_weights / 2) + (nested if plan.double_quant else 4 * blocks)
@@ -78,7 +101,7 @@ def offload_window(shape: ModelShape, plan: StepPlan) -> int | None:
     return int(plan.tokens * elements * plan.compute_bytes)
 
 
-Method = Literal["absmax", "calibrated"]
+Method = Literal["absmax", "calibrated", "none"]
 Shape = tuple[int, ...]
 
 # On an H200, from layers of Llama 3 8B and 70B, Qwen3-30B-A3B and gpt-oss-20b: within 18% of each

@@ -38,7 +38,12 @@ from workflow.lib.quantization.calibration import (
     QuantizedLayer,
 )
 from workflow.lib.quantization.layer_stream import Batch, LayerCarry, LayerStream, carry_of
-from workflow.lib.quantization.nf4_checkpoint import SHARD_BYTES, ShardWriter, quantized_tensors
+from workflow.lib.quantization.nf4_checkpoint import (
+    SHARD_BYTES,
+    BaseWeights,
+    ShardWriter,
+    quantized_tensors,
+)
 from workflow.lib.quantization.nf4_codes import packed_codes, stored_tensors
 from workflow.lib.settings.config import QuantizeConfig
 from workflow.lib.system.errors import UserError, setting_error
@@ -303,7 +308,7 @@ class CalibrationInputs:
     model: Checkpoint  # the original
     reader: CheckpointReader  # of it
     store: TokenStore
-    linears: dict[str, tuple[int, int]]  # path and shape of all linears to quantize
+    weights: BaseWeights
     device: torch.device
     dtype: torch.dtype  # of activations
 
@@ -328,7 +333,7 @@ def write_calibrated(
         "calibrating %d layers with %d tokens; %d held-out documents show what 4 bits cost",
         len(stream.layers), tokens, len(measured),
     )  # fmt: skip
-    calibration = Calibration(stream, rows, measured, settings, linears=inputs.linears)
+    calibration = Calibration(stream, rows, measured, settings, linears=inputs.weights.linears)
     hidden = calibrated_layers(calibration, stream, folder, settings, fingerprint=fingerprint)
     facts = CalibrationFacts(tokens=tokens, heldout=_heldout_losses(calibration, hidden))
     total_bytes = _write_files(folder, inputs, settings, stream)
@@ -360,7 +365,7 @@ def _write_files(
     }
     others = [name for name in inputs.reader.names() if name not in in_layers]
     for _, parts in quantized_tensors(
-        inputs.reader, inputs.linears, settings, device=inputs.device, names=others
+        inputs.reader, inputs.weights, settings, device=inputs.device, names=others
     ):
         writer.add(parts)
     for number in range(len(stream.layers)):

@@ -1,15 +1,14 @@
-"""Streaming NF4 quantization, a tensor at a time, in the layout that stock Transformers loads.
+"""Streaming quantization, a tensor at a time, in the layout that stock Transformers loads.
 
 Per linear: `weight` uint8 (n/2, 1), `weight.absmax`, `weight.quant_map`, with double quantization
 `weight.nested_absmax` and `weight.nested_quant_map`, and `weight.quant_state.bitsandbytes__nf4`
-(packed JSON); a stack of experts alike (`nf4_codes`). All else is copied. The bytes of a base
-published in NF4 are kept, if the engine can compute with them."""
+(packed JSON); a stack of experts alike (`nf4_codes`). All else is copied, weights that stay in 16
+bits too. The bytes of a base published in NF4 are taken, if the engine can compute with them."""
 
-import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from transformers import PreTrainedModel
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.converted_reader import ConvertedReader
 from workflow.lib.checkpoints.decoder_layers import other_parts
-from workflow.lib.checkpoints.expert_stacks import ExpertStack, expert_stacks, routers
+from workflow.lib.checkpoints.expert_stacks import ExpertStack, expert_stacks
 from workflow.lib.checkpoints.files.model_files import (
     PROCESSOR_PATTERN,
     TOKENIZER_PATTERNS,
@@ -30,8 +29,13 @@ from workflow.lib.checkpoints.files.model_files import (
 from workflow.lib.checkpoints.files.safetensors_headers import INDEX
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.kernels.nf4.decode import NESTED_BLOCK_SIZE
-from workflow.lib.model.layers.nf4_linear import NF4Spec
-from workflow.lib.model.lora import IN_16_BITS, takes_adapter
+from workflow.lib.model.adaptable_linears import (
+    adaptable_linears,
+    nf4_specs,
+    skipped_modules,
+    weight_specs,
+)
+from workflow.lib.model.architecture.kept_linears import checked_linears
 from workflow.lib.model.nf4_model import replace_linears_
 from workflow.lib.quantization.nf4_codes import quantize_stack
 from workflow.lib.settings.config import QuantizeConfig
@@ -41,56 +45,63 @@ from workflow.lib.system.files import atomic_path, write_json
 BLOCK_OF_BITSANDBYTES = 64  # weights a scale; `BitsAndBytesConfig` (Transformers 5.23) has no other
 SHARD_BYTES = 2**30  # bounds the host memory before a write
 
+IN_16_BITS = "llm_int8_skip_modules"  # Transformers' name for modules that stay in 16 bits
+
 # Files of a complete model folder besides its weights.
 COMPANION_PATTERNS = ("generation_config.json", PROCESSOR_PATTERN, *TOKENIZER_PATTERNS)
 # What goes with every copy of its weights, by its terms.
 LICENCE_PATTERNS = ("LICEN[CS]E*", "NOTICE*", "COPYING*", "USE_POLICY*")
 
 
-def quantizable_linears(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
-    """Return path and shape (out_features, in_features) of a causal LM's adaptable linears."""
-    head, others = model.get_output_embeddings(), tuple(f"{path}." for path in other_parts(model))
-    choosing = routers(model)
-    return {
-        path: (module.out_features, module.in_features)
-        for path, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-        and module is not head
-        and path not in choosing
-        and not f"{path}.".startswith(others)
-        and takes_adapter(model, path)
-    }
+@dataclass(frozen=True)
+class BaseWeights:
+    """The adaptable weights of a model, by their bits in a base."""
+
+    linears: dict[str, tuple[int, int]]  # in NF4: path and shape (out, in)
+    stacks: dict[str, ExpertStack]  # in NF4
+    kept: frozenset[str]  # paths in 16 bits
+    kept_linears: frozenset[str]  # of these the linears, without experts
+    in_16_bits: list[str]
+    """Transformers' `llm_int8_skip_modules`; empty for the output head alone."""
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, settings: QuantizeConfig) -> "BaseWeights":
+        """Divide a model's weights by the settings. Raises `UserError` for a model without linears
+        or with unknown experts, and an entry of `keep` that keeps nothing."""
+        linears, stacks = adaptable_linears(model), expert_stacks(model)
+        check_model(model, linears)
+        kept = checked_linears(settings, [*linears, *stacks])
+        return cls(
+            {path: shape for path, shape in linears.items() if path not in kept},
+            {path: stack for path, stack in stacks.items() if path not in kept},
+            kept,
+            kept & linears.keys(),
+            skipped_modules(model, kept),
+        )
+
+    def check_calibrated(self, settings: QuantizeConfig) -> None:
+        """Raise `UserError` for kept experts: calibration rounds all of a layer's together."""
+        if experts := [path for path in sorted(self.kept) if path not in self.kept_linears]:
+            raise setting_error(
+                "quantize.keep",
+                list(settings.keep),
+                f"it keeps experts ({experts[0]}), and calibration rounds all experts of a layer",
+                "Set quantize.method to absmax, or keep linears outside of the experts alone",
+            )
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Shapes of all weights in NF4."""
+        return [*self.linears.values(), *(stack.shape for stack in self.stacks.values())]
 
 
 def packed_on_meta(
     model: PreTrainedModel, *, dtype: torch.dtype, block_size: int = 64, double_quant: bool = True
 ) -> PreTrainedModel:
-    """Return a meta model (without other parts) as of a quantized base."""
-    shapes = {path: (1, *shape) for path, shape in quantizable_linears(model).items()}
-    shapes |= {path: stack.shape for path, stack in expert_stacks(model).items()}
-    specs = {
-        path: NF4Spec((num * rows, columns), block_size, double_quant, offset=0.0, experts=num)
-        for path, (num, rows, columns) in shapes.items()
-    }
+    """Return a meta model (without other parts) as of a base, in NF4 unless marked."""
+    packed = nf4_specs(model, block_size=block_size, double_quant=double_quant)
+    specs = weight_specs(model, packed, dtype=dtype)
     return replace_linears_(model, specs, compute_dtype=dtype)
-
-
-# The last name alone may also match other modules (`proj`, a router of Gemma 4).
-BEFORE_LAYER = re.compile(r"\.\d+\.")
-
-
-def modules_in_16_bits(model: PreTrainedModel) -> list[str]:
-    """Return paths, or ends of paths, of unquantized linears; none for the output head alone."""
-    others, choosing = other_parts(model), routers(model)
-    refused = {
-        BEFORE_LAYER.split(path, maxsplit=1)[-1]
-        for path, module in model.named_modules()
-        if isinstance(module, nn.Linear) and (path in choosing or not takes_adapter(model, path))
-    }
-    if not others and not refused:
-        return []
-    head = model.get_output_embeddings()
-    return [*others, *sorted(refused), *(p for p, m in model.named_modules() if m is head)]
 
 
 def quantize_tensor(
@@ -136,15 +147,14 @@ def _unknown_stacks(model: PreTrainedModel) -> list[str]:
 
 def quantized_tensors(
     reader: CheckpointReader,
-    linears: dict[str, tuple[int, int]],
+    weights: BaseWeights,
     settings: QuantizeConfig,
     *,
     device: torch.device,
     names: Iterable[str] | None = None,
-    stacks: Mapping[str, ExpertStack] = MappingProxyType({}),
 ) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-    """Yield the name of every source tensor (or of `names`), and its replacement. linears: of
-    `quantizable_linears`; stacks: of `expert_stacks`, by expert."""
+    """Yield the name of every source tensor (or of `names`), and its replacement."""
+    linears, stacks = weights.linears, weights.stacks
     for name in reader.names() if names is None else names:
         path = name if name in stacks else name.removesuffix(".weight")
         if name in stacks:
@@ -164,19 +174,15 @@ def quantized_tensors(
 def write_plain_base(
     source: Checkpoint, target: Path, settings: QuantizeConfig, *, shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """Write the NF4 base of a small model to a new folder, without records, on the CPU."""
+    """Write the base of a small model to a new folder, without records, on the CPU."""
     target.mkdir(parents=True)
     writer = ShardWriter(target, shard_bytes=shard_bytes)
-    linears, cpu = quantizable_linears(source.model), torch.device("cpu")
-    check_model(source.model, linears)
+    weights = BaseWeights.of(source.model, settings)
     with source.weights() as reader:
-        for _, parts in quantized_tensors(
-            reader, linears, settings, device=cpu, stacks=source.stacks
-        ):
+        for _, parts in quantized_tensors(reader, weights, settings, device=torch.device("cpu")):
             writer.add(parts)
     writer.close()
-    kept = modules_in_16_bits(source.model)
-    write_json(target / "config.json", nf4_config(source.plain_config, settings, in_16_bits=kept))
+    write_json(target / "config.json", base_config(source.plain_config, settings, weights))
 
 
 class ShardWriter:
@@ -249,10 +255,13 @@ def only_here(method: str, settings: QuantizeConfig, *, stacks: bool, packed: bo
     return None
 
 
-def nf4_config(
-    original: dict[str, Any], settings: QuantizeConfig, *, in_16_bits: Sequence[str] = ()
+def base_config(
+    original: dict[str, Any], settings: QuantizeConfig, weights: BaseWeights
 ) -> dict[str, Any]:
-    """Return the NF4 checkpoint's `config.json`: the original's plus `quantization_config`."""
+    """Return a base's `config.json`: the original's, with any weight in NF4 plus
+    `quantization_config`."""
+    if not weights.shapes:
+        return original
     quantization = {
         "quant_method": "bitsandbytes",
         "load_in_4bit": True,
@@ -262,8 +271,8 @@ def nf4_config(
         "bnb_4bit_compute_dtype": "bfloat16",
         "bnb_4bit_quant_storage": "uint8",
     }
-    if in_16_bits:
-        quantization[IN_16_BITS] = [*in_16_bits]
+    if weights.in_16_bits:
+        quantization[IN_16_BITS] = weights.in_16_bits
     return original | {"quantization_config": quantization}
 
 
@@ -280,28 +289,23 @@ def copy_companions(source: Path, target: Path) -> None:
 ORIGINAL = "Set model.source to the original bf16, fp16 or fp32 checkpoint"
 
 
-def check_taken(
-    reader: ConvertedReader,
-    linears: Collection[str],
-    stacks: Mapping[str, ExpertStack],
-    settings: QuantizeConfig,
-) -> bool:
+def check_taken(reader: ConvertedReader, weights: BaseWeights, settings: QuantizeConfig) -> bool:
     """Tell whether a checkpoint is in NF4 already; raise `UserError` if it is, but unlike the
-    settings, or only in part. linears: paths of all that the engine expects in 4 bits."""
-    states = {path: reader.nf4_state(f"{path}.weight") for path in linears}
+    settings, or only in part, or if a kept linear is published in fewer bits."""
+    _check_kept(reader, weights, settings)
+    states = {path: reader.nf4_state(f"{path}.weight") for path in weights.linears}
     packed = {path: state for path, state in states.items() if state is not None}
     if not packed:
         return False
-    if stacks:
+    if weights.stacks:
         raise UserError(
-            f"{reader.folder} is in NF4 already, and has experts ({min(stacks)}), of which it says "
-            f"nothing in one piece. {ORIGINAL}."
+            f"{reader.folder} is in NF4 already, and has experts ({min(weights.stacks)}), of which "
+            f"it says nothing in one piece. {ORIGINAL}."
         )
     if lacking := sorted(states.keys() - packed.keys()):
         raise UserError(
             f"{reader.folder} is in NF4 already, but {len(lacking)} of {len(states)} linears are "
-            f"not ({lacking[0]} first), and the engine trains adapters on NF4 weights alone. "
-            f"{ORIGINAL}, or to one whose linears are all in NF4."
+            f"not ({lacking[0]} first). {ORIGINAL}, or name these linears in quantize.keep."
         )
     if settings.method == "calibrated":
         bound = f"{reader.folder} is in NF4 already, and its bytes are taken as they are"
@@ -309,6 +313,21 @@ def check_taken(
     for path, state in packed.items():
         _check_state(path, state, settings)
     return True
+
+
+def _check_kept(reader: ConvertedReader, weights: BaseWeights, settings: QuantizeConfig) -> None:
+    """Raise `UserError` if the checkpoint has a kept weight in 4 bits or so."""
+    names = {path: path if path in reader else f"{path}.weight" for path in sorted(weights.kept)}
+    narrow = [path for path, name in names.items() if reader.in_few_bits(name)]
+    if narrow:
+        key, value = ("keep", list(settings.keep)) if settings.keep else ("method", settings.method)
+        raise setting_error(
+            f"quantize.{key}",
+            value,
+            f"{reader.folder} is published in fewer bits ({narrow[0]} first of {len(narrow)} "
+            "weights): there are no 16 bits to keep",
+            f"{'Leave it out of keep' if settings.keep else 'Set absmax'}. Or: {ORIGINAL}",
+        )
 
 
 def _check_state(path: str, state: Mapping[str, Any], settings: QuantizeConfig) -> None:

@@ -28,6 +28,12 @@ from workflow.lib.distributed.fsdp import forward_only
 from workflow.lib.distributed.world import World, process_mesh
 from workflow.lib.kernels.attention.document_lengths import equal_lengths
 from workflow.lib.kernels.attention.flex_masks import RECORDED_LENGTHS
+from workflow.lib.model.adaptable_linears import (
+    mark_kept_,
+    note_without_adapter_,
+    weight_shapes,
+)
+from workflow.lib.model.architecture.kept_linears import kept_linears
 from workflow.lib.model.architecture.layer_choice import LayerChoice
 from workflow.lib.model.host_embedding import other_tables
 from workflow.lib.model.layers.rotary_by_document import RotaryByDocument
@@ -186,7 +192,7 @@ class _Run:
     ) -> None:
         plan = described.plan
         self._plan, self._world, self._tape = plan, world, tape
-        model = _nf4_model(described.config, plan, numbers)
+        model = _frozen_model(described.config, plan, numbers)
         self._layers = decoder_layers(model)  # adapters and FSDP2 change their classes
         self._other_tables = other_tables(model)
         self._assembled = assemble_(
@@ -307,10 +313,10 @@ def _sdpa_mask(
     return mask
 
 
-def _nf4_model(
+def _frozen_model(
     config: Mapping[str, Any], plan: StepPlan, numbers: Sequence[int]
 ) -> PreTrainedModel:
-    """Return a model of some layers of a config.json on meta, as of a quantized base."""
+    """Return a model of some layers of a config.json on meta, as of a base."""
     model, dtype = _stock_model(config, plan), dtype_of(plan)
     keep_layers_(model, numbers)
     packing: Any = {"block_size": plan.block_size, "double_quant": plan.double_quant}
@@ -318,15 +324,18 @@ def _nf4_model(
 
 
 def _stock_model(config: Mapping[str, Any], plan: StepPlan) -> PreTrainedModel:
-    """Return the model of a config.json on meta. FlashAttention's packages keep nothing for
-    dropout, and the recorded replacement drops nothing."""
+    """Return the model of a config.json on meta, marked where it stays in 16 bits. FlashAttention's
+    packages keep nothing for dropout, and the recorded replacement drops nothing."""
     drops = plan.attention_dropout and plan.attention in ("sdpa", "eager")
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
         model = Checkpoint(Path(folder)).build(
             dtype_of(plan), attention=plan.attention, attention_dropout=drops
         )
+    note_without_adapter_(model)
     drop_other_parts_(model)
+    if plan.kept:
+        mark_kept_(model, kept_linears(plan.kept, weight_shapes(model)))
     return model
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from workflow.lib.model.layers.nf4_linear import NF4Linear
+from workflow.lib.model.layers.frozen_linear import FrozenLinear
 from workflow.lib.planning.memory.allocation_tape import CHECKS, EMPTY_CACHE, LOAD, Tape
 
 UNNAMED = "layer_workspace"
@@ -24,8 +24,8 @@ MAKERS = {
     ("activation_offload", ""): "offloaded_activations",
     ("packed_layers", "fetch"): "gathered_layer",
     ("lora_matmul", "_cast"): "adapter_casts",
-    ("nf4_linear", "dequantize"): "dequantized_weight",
-    ("nf4_stack", ""): "dequantized_weight",
+    ("frozen_linear", "dequantize"): "dequantized_weight",
+    ("frozen_stack", ""): "dequantized_weight",
     ("optimizers", "__init__"): "adam_moments",
     ("vocabulary_parallel", "_gathered"): "gathered_rows",
     ("vocabulary_parallel", "gradient"): "module_gradients",
@@ -56,7 +56,7 @@ def _term(module: nn.Module, name: str, tensor: torch.Tensor, tables: tuple[nn.M
         return "module_weights" if tensor.requires_grad else "embedding_and_head"
     if tensor.requires_grad:
         return "lora_weights"
-    if not isinstance(module, NF4Linear) or name == "bias":
+    if not isinstance(module, FrozenLinear) or name == "bias":
         return "norms_and_biases"
     if name == "weight":
         return "nf4_weights"

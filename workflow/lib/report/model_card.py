@@ -65,6 +65,7 @@ def model_card(inputs: CardInputs) -> str:
     """Return the card as Markdown with the hub's metadata."""
     facts, served = inputs.quantization, inputs.measured.served.subject
     is_other = facts.taken or facts.only_here is not None or inputs.nf4_base_id is not None
+    in_4_bits = served == "tuned" and facts.method != "none"
     arguments = inputs.manifest.template_kwargs or {}
     variables = {
         **vars(inputs),
@@ -72,9 +73,9 @@ def model_card(inputs: CardInputs) -> str:
         # A path of this machine is not published.
         "base_name": inputs.model_id or inputs.summary.settings.model.name,
         "served_name": served,
-        "in_4_bits": served == "tuned",
+        "in_4_bits": in_4_bits,
         # Transformers makes the 4-bit base of the original when it loads it.
-        "is_made_anew": served == "tuned" and not is_other,
+        "is_made_anew": in_4_bits and not is_other,
         "not_evaluated": [FORMS[n].label for n in TRAINED if n not in inputs.measured.subjects],
         "dtype": inputs.parity.compute_dtype,
         "arguments": ", ".join(f"{name} = {value!r}" for name, value in arguments.items()),

@@ -96,7 +96,7 @@ class Sections(Section):
     data: DataConfig = DataConfig()
     """The dataset and how it becomes tokens."""
     quantize: QuantizeConfig = QuantizeConfig()
-    """NF4 quantization of the base."""
+    """Bits of the frozen base."""
     lora: LoraSettings = LoraSettings()
     """The adapter."""
     train: TrainConfig = TrainConfig()

@@ -66,20 +66,20 @@ FORMS = {
     ),
     "base": Form(
         "NF4 base",
-        "the same in 4 bits (NF4), as it was trained on",
+        "the same as it was trained on, in 4 bits (NF4) or in 16",
         weights="base",
         mark=("muted", "circle-open"),
     ),
     "start": Form(
         "start",
-        "the adapter that training started from, on the NF4 base",
+        "the adapter that training started from, on the base of the training",
         weights="base",
         adapter="start",
         mark=("series-4", "star"),
     ),
     "tuned": Form(
         "tuned",
-        "the adapter on the NF4 base",
+        "the adapter on the base of the training",
         weights="base",
         adapter="adapter",
         mark=("series-1", "circle"),

@@ -12,7 +12,9 @@ from workflow.lib.settings.optimizer_kinds import OptimizerName
 from workflow.lib.settings.section_base import Name, Section, Share, label
 
 Rank = Annotated[int, Field(ge=1, le=1024)]
-CALIBRATED_ONLY = Affects(needs=("method", "calibrated", "auto"))
+CALIBRATING = ("calibrated", "auto")
+CALIBRATED_ONLY = Affects(needs=("method", *CALIBRATING))
+NF4_ONLY = Affects(needs=("method", "absmax", *CALIBRATING))
 RESTARTS_ONLY = Affects(needs=("lr_schedule", "cosine_with_restarts"))
 STABLE_ONLY = Affects(needs=("lr_schedule", "warmup_stable_decay"))
 FLOAT8_ONLY = Affects(needs=("matmul_dtype", "float8", "auto"))
@@ -86,18 +88,21 @@ class ModelConfig(Section):
 
 
 class QuantizeConfig(Section):
-    """NF4 quantization of the base (QLoRA, arXiv 2305.14314)."""
+    """Bits of the frozen base: NF4 (QLoRA, arXiv 2305.14314), or 16."""
 
     affects: ClassVar = Affects("result", stages=("quantize_base", "preflight_run", "write_card"))
 
-    block_size: Literal[64, 128, 256, 512] = 64
+    block_size: Annotated[Literal[64, 128, 256, 512], NF4_ONLY] = 64
     """Weights that share one scale (absmax)."""
-    double_quant: bool = True
+    double_quant: Annotated[bool, NF4_ONLY] = True
     """Quantize the scales too: 0.127 instead of 0.5 bits per weight of overhead at block size
     64."""
-    method: Literal["absmax", "calibrated", "auto"] = "absmax"
+    method: Literal["absmax", "calibrated", "auto", "none"] = "absmax"
     """absmax: like bitsandbytes. calibrated: least change of outputs on calibration tokens (like
-    GPTQ). auto: calibrated if one H200 needs at most an hour."""
+    GPTQ). auto: calibrated if one H200 needs at most an hour. none: 16 bits (plain LoRA)."""
+    keep: tuple[str, ...] = ()
+    """Linears and experts that stay in 16 bits: regular expressions for consecutive parts of a
+    path, as `down_proj`, `self_attn`, `layers.0`, `layers.(0|31).mlp`."""
     calibration_tokens: Annotated[int, CALIBRATED_ONLY] = Field(24_576, ge=256, le=2**24)
     """Training tokens for calibration; never held-out tokens."""
     calibration_text: Annotated[str | None, CALIBRATED_ONLY] = Field(
@@ -105,6 +110,33 @@ class QuantizeConfig(Section):
     )
     """UTF-8 text file for half of these tokens, so that other kinds of text lose nothing; null =
     only training rows."""
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether the base depends on tokens, or may."""
+        return self.method in CALIBRATING
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """Expressions of all linears in 16 bits: with `method: none` that of any path."""
+        return (".+",) if self.method == "none" else self.keep
+
+    @model_validator(mode="after")
+    def _keep_fits(self) -> "QuantizeConfig":
+        if self.keep and self.method == "none":
+            raise ValueError(
+                f"keep = {list(self.keep)}: method = none keeps all linears in 16 bits. Remove "
+                "keep, or set method to absmax to have the others in 4 bits"
+            )
+        for pattern in self.keep:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(
+                    f"keep = {pattern!r} is no regular expression ({error}). Write a name "
+                    "(down_proj), a module (self_attn) or a layer (layers.0)"
+                ) from None
+        return self
 
 
 class LoraSettings(Section):

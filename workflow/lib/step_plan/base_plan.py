@@ -67,6 +67,7 @@ class BasePlan:
     trains_embedding: bool = False  # the same of the embedding, which is then on the device
     routers: Names = ()  # paths within a layer of the routers that are trained whole, in fp32
     balances_routers: bool = False  # the routers' load-balancing loss is part of the loss
+    kept: Names = ()  # linears in 16 bits: expressions of `quantize.keep`
     block_size: int = 64  # weights of an NF4 block
     double_quant: bool = True  # scales of NF4 blocks are quantized too
 

@@ -30,7 +30,7 @@ from workflow.lib.model.backends import (
 )
 from workflow.lib.model.fusion.fuse_layers import fuse_layers_
 from workflow.lib.model.host_embedding import StoredRows, empty_table_
-from workflow.lib.model.layers.nf4_linear import nf4_linears
+from workflow.lib.model.layers.frozen_linear import frozen_linears
 from workflow.lib.model.lora import (
     adapter_config,
     init_adapters_,
@@ -39,7 +39,7 @@ from workflow.lib.model.lora import (
     trainable_parameters,
 )
 from workflow.lib.model.loss.loss_scale import LossScale
-from workflow.lib.model.nf4_model import build_nf4_on_meta, load_weights_, materialize_
+from workflow.lib.model.nf4_model import build_base_on_meta, load_weights_, materialize_
 from workflow.lib.model.recomputation import checkpoint_activations_
 from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.objectives.from_settings import objective_of
@@ -85,9 +85,9 @@ class TrainingModel:
         """Return the trainable parameters, and all (quantized weights counted as weights)."""
         model = self.training.peft_model
         trainable = sum(p.numel() for p in trainable_parameters(self.training).values())
-        linears = sum(m.in_features * m.out_features for _, m in nf4_linears(model))
+        linears = sum(m.in_features * m.out_features for _, m in frozen_linears(model))
         packed = {
-            id(p) for _, m in nf4_linears(model) for n, p in m.named_parameters() if n != "bias"
+            id(p) for _, m in frozen_linears(model) for n, p in m.named_parameters() if n != "bias"
         }
         plain = sum(p.numel() for p in model.parameters() if id(p) not in packed)
         embedding = model.get_input_embeddings()  # type: ignore[operator]
@@ -134,7 +134,7 @@ def build_training_model(
     or the adapter."""
     _limit_memory(plan, world.device)
     dtype = dtype_of(plan)
-    model = build_nf4_on_meta(
+    model = build_base_on_meta(
         base,
         compute_dtype=dtype,
         attention=plan.attention,

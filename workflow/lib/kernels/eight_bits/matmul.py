@@ -1,9 +1,9 @@
-"""Matmuls of frozen NF4 weights in float8: rounding of weights and activations, and the matmul.
+"""Matmuls of frozen weights in float8: rounding of weights and activations, and the matmul.
 
-A weight row n has a scale s_n = max_b |absmax_(n,b)| / L, for float8's largest value L: no code
-is above 1. The forward matmul is y_tn = s_n a_t sum_k W'_nk x'_tk, with W' = W / s and x' = x / a
-in float8, and a scale a for each token. Backward sums over the rows n, so s is folded into the
-gradient before that is rounded: g'_tn a_t = g_tn s_n.
+A weight row n has a scale s_n = max_k |W_nk| / L, for float8's largest value L; in NF4 s_n = max_b
+|absmax_(n,b)| / L, as no code is above 1. The forward matmul is y_tn = s_n a_t sum_k W'_nk x'_tk,
+with W' = W / s and x' = x / a in float8, and a scale a for each token. Backward sums over the rows
+n, so s is folded into the gradient before that is rounded: g'_tn a_t = g_tn s_n.
 
 On a GPU kernels do this; their sizes were the fastest of those tried on an H200 for weights of
 28,672 x 8,192 and 4,096 x 14,336. A CPU computes the same values and multiplies them in fp32,
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from bitsandbytes.functional import quantize_4bit
 
+from workflow.lib.kernels.eight_bits.rounded_weight import round_weight
 from workflow.lib.kernels.eight_bits.rounding import (
     FLOAT8,
     LARGEST,
@@ -34,6 +35,10 @@ TRANSPOSED_ROWS = 128  # of a program
 CASE_SHAPE = (16, 128)
 
 
+Stored = NF4Data | torch.Tensor
+"""A frozen weight: in NF4, or (out, in) in 16 bits."""
+
+
 class RoundedWeight(NamedTuple):
     """A weight in 8 bits, as one matmul uses it."""
 
@@ -43,17 +48,24 @@ class RoundedWeight(NamedTuple):
 
 def check_shape(path: str, shape: tuple[int, int], *, block_size: int) -> None:
     """Raise `UserError` if a linear (out, in) cannot be multiplied in 8 bits."""
+    blocks = f"rows of whole blocks of {block_size} (quantize.block_size) and "
     if shape[1] % block_size or any(size % ALIGNED for size in shape):
         raise UserError(
-            f"train.matmul_dtype = float8: {path} has the shape {shape}, and float8 needs rows of "
-            f"whole blocks of {block_size} (quantize.block_size) and sizes that are multiples of "
-            f"{ALIGNED}. Set train.matmul_dtype to compute_dtype."
+            f"train.matmul_dtype = float8: {path} has the shape {shape}, and float8 needs "
+            f"{blocks if block_size > 1 else ''}sizes that are multiples of {ALIGNED}. Set "
+            "train.matmul_dtype to compute_dtype."
         )
 
 
-def row_scales(data: NF4Data, shape: tuple[int, int]) -> torch.Tensor:
-    """Return the scales s (out,) fp32 of the rows of an NF4 weight (out, in)."""
-    scales: torch.Tensor = by_kernel_on_gpus(scales_of_rows, data, shape)
+def row_scales(stored: Stored, shape: tuple[int, int]) -> torch.Tensor:
+    """Return the scales s (out,) fp32 of the rows of a weight (out, in)."""
+    scales: torch.Tensor
+    if isinstance(stored, torch.Tensor):
+        rows = stored.view(shape)
+        most = torch.linalg.vector_norm(rows, torch.inf, dim=1, dtype=torch.float32)
+        scales = (most / LARGEST).clamp_min_(SMALLEST_SCALE)
+    else:
+        scales = by_kernel_on_gpus(scales_of_rows, stored, shape)
     return scales
 
 
@@ -89,10 +101,10 @@ scales_of_rows = Op(
 )
 
 
-class PackedStack(NamedTuple):
-    """NF4 weights (experts, rows, width); a linear is one expert."""
+class StoredStack(NamedTuple):
+    """Weights (experts, rows, width); a linear is one expert."""
 
-    data: NF4Data
+    stored: Stored
     experts: int
     rows: int
     width: int
@@ -101,6 +113,18 @@ class PackedStack(NamedTuple):
     def by_expert(self) -> tuple[int, int]:
         """The shape with one row per expert."""
         return self.experts, self.rows * self.width
+
+    @property
+    def data(self) -> NF4Data:
+        """The weights, of a stack in NF4."""
+        assert isinstance(self.stored, NF4Data)
+        return self.stored
+
+    def plain(self, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return 16-bit weights (experts, rows, width), and the scale of each row."""
+        assert isinstance(self.stored, torch.Tensor)
+        by_row = scales.view(self.experts, -1).expand(-1, self.rows)
+        return self.stored.view(self.experts, self.rows, self.width), by_row
 
     def decode_by_kernel(
         self,
@@ -111,7 +135,7 @@ class PackedStack(NamedTuple):
         *sizes: int,
         **options: int,
     ) -> torch.Tensor:
-        """Start a kernel that writes weights, divided by `scales`, to `out`; return it."""
+        """Start a kernel that writes NF4 weights, divided by `scales`, to `out`; return it."""
         data = self.data
         scale_blocks = self.experts * self.rows * self.width // data.block_size // len(scales)
         launch(
@@ -123,21 +147,40 @@ class PackedStack(NamedTuple):
 
 
 def decoded(
-    data: NF4Data,
+    stored: Stored,
     scales: torch.Tensor,
     shape: tuple[int, int],
     *,
     transposed: bool = False,
 ) -> torch.Tensor:
-    """Return W' = W / s of an NF4 weight W in 8 bits, (out, in), or transposed (in, out)."""
-    decode = decode_columns if transposed else decode_rows
-    operands = (PackedStack(data, 1, *shape), scales, 0, shape[transposed], FLOAT8)
-    weight: torch.Tensor = by_kernel_on_gpus(decode, *operands)
-    return weight[0]
+    """Return W' = W / s of a weight W in 8 bits, (out, in), or transposed (in, out)."""
+    in_float8 = columns_in_float8 if transposed else rows_in_float8
+    return in_float8(StoredStack(stored, 1, *shape), scales, 0, shape[transposed])[0]
+
+
+def rows_in_float8(stack: StoredStack, scales: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Return rows `start` to `stop` of all experts (experts, stop - start, width) in 8 bits,
+    divided by their `scales` fp32: one for each expert, or for each row."""
+    if isinstance(stack.stored, torch.Tensor):
+        weights, by_row = stack.plain(scales)
+        return round_weight(weights[:, start:stop], by_row[:, start:stop])
+    made: torch.Tensor = by_kernel_on_gpus(decode_rows, stack, scales, start, stop, FLOAT8)
+    return made
+
+
+def columns_in_float8(
+    stack: StoredStack, scales: torch.Tensor, start: int, stop: int
+) -> torch.Tensor:
+    """Return columns in the same way, transposed: (experts, stop - start, rows)."""
+    if isinstance(stack.stored, torch.Tensor):
+        weights, by_row = stack.plain(scales)
+        return round_weight(weights[..., start:stop], by_row, transposed=True)
+    made: torch.Tensor = by_kernel_on_gpus(decode_columns, stack, scales, start, stop, FLOAT8)
+    return made
 
 
 def _rows_by_kernel(
-    stack: PackedStack, scales: torch.Tensor, start: int, stop: int, dtype: torch.dtype
+    stack: StoredStack, scales: torch.Tensor, start: int, stop: int, dtype: torch.dtype
 ) -> torch.Tensor:
     block, width = stack.data.block_size, stack.width
     out = torch.empty((stack.experts, stop - start, width), dtype=dtype, device=scales.device)
@@ -151,7 +194,7 @@ def _rows_by_kernel(
 
 
 def _columns_by_kernel(
-    stack: PackedStack, scales: torch.Tensor, start: int, stop: int, dtype: torch.dtype
+    stack: StoredStack, scales: torch.Tensor, start: int, stop: int, dtype: torch.dtype
 ) -> torch.Tensor:
     block = stack.data.block_size
     out = torch.empty((stack.experts, stop - start, stack.rows), dtype=dtype, device=scales.device)
@@ -162,7 +205,7 @@ def _columns_by_kernel(
     )  # fmt: skip
 
 
-def _whole(stack: PackedStack, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _whole(stack: StoredStack, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     data, count = stack.data, stack.experts * stack.rows * stack.width
     packed = data.packed.view(torch.uint8).flatten()[: count // 2].int()
     pairs = torch.cartesian_prod(data.code, data.code).index_select(0, packed)  # of each byte
@@ -172,19 +215,19 @@ def _whole(stack: PackedStack, scales: torch.Tensor, dtype: torch.dtype) -> torc
 
 
 def _rows_by_torch(
-    stack: PackedStack, scales: torch.Tensor, start: int, stop: int, dtype: torch.dtype
+    stack: StoredStack, scales: torch.Tensor, start: int, stop: int, dtype: torch.dtype
 ) -> torch.Tensor:
     return _whole(stack, scales, dtype)[:, start:stop]
 
 
 def _columns_by_torch(
-    stack: PackedStack, scales: torch.Tensor, start: int, stop: int, dtype: torch.dtype
+    stack: StoredStack, scales: torch.Tensor, start: int, stop: int, dtype: torch.dtype
 ) -> torch.Tensor:
     return _whole(stack, scales, dtype)[..., start:stop].mT.contiguous()
 
 
 def _case_of_stack(device: torch.device, dtype: torch.dtype, stop: int) -> Case:
-    stack = PackedStack(_case_data(device), 2, CASE_SHAPE[0] // 2, CASE_SHAPE[1])
+    stack = StoredStack(_case_data(device), 2, CASE_SHAPE[0] // 2, CASE_SHAPE[1])
     scales = _scales_by_torch(stack.data, CASE_SHAPE)
     return stack, scales, 0, stop, dtype
 

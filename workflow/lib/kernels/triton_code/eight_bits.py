@@ -14,7 +14,7 @@ def _block_scales(absmax, nested_absmax, nested_code, offset, blocks, inside, do
     if double:
         stored = absmax.to(tl.pointer_type(tl.uint8), bitcast=True)
         index = tl.load(stored + blocks, mask=inside, other=0).to(tl.int32)
-        # 256: `nf4_linear.NESTED_BLOCK_SIZE`
+        # 256: `frozen_linear.NESTED_BLOCK_SIZE`
         nested = tl.load(nested_absmax + blocks // 256, mask=inside, other=0.0)
         scale = tl.load(nested_code + index) * nested + tl.load(offset)
     else:
@@ -157,3 +157,30 @@ def _loaded(x, factors, row, column, width, folds: tl.constexpr):
     if folds:
         value *= tl.load(factors + column, mask=column < width, other=0.0)
     return value
+
+
+@triton.jit
+def round_weight(
+    out, weight, scales,
+    rows, columns, expert_stride, row_stride, scale_expert_stride, scale_row_stride,
+    transposed: tl.constexpr, tile_rows: tl.constexpr, tile_columns: tl.constexpr,
+):  # fmt: skip
+    """A tile of an expert's weights over their rows' scales; `transposed`: stored by columns, along
+    whole lines of the output."""
+    row = tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)
+    column = tl.program_id(1) * tile_columns + tl.arange(0, tile_columns)
+    expert = tl.program_id(2).to(tl.int64)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    at = expert * expert_stride + row.to(tl.int64)[:, None] * row_stride + column[None, :]
+    value = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    scale_at = expert * scale_expert_stride + row * scale_row_stride
+    scale = tl.load(scales + scale_at, mask=row < rows, other=1.0)
+    value *= tl.div_rn(tl.zeros_like(scale) + 1.0, scale)[:, None]
+    out += expert * rows * columns
+    made = value.to(out.dtype.element_ty)
+    if transposed:
+        at = column.to(tl.int64)[:, None] * rows + row[None, :]
+        tl.store(out + at, tl.trans(made), mask=tl.trans(inside))
+    else:
+        at = row.to(tl.int64)[:, None] * columns + column[None, :]
+        tl.store(out + at, made, mask=inside)

@@ -16,7 +16,7 @@ def dequantize_nf4(
 ):  # fmt: skip
     """Decode `num_blocks` blocks of weights: two weights a byte, the first in the high half.
     in_runs: `length` blocks are read from each of `first`, `first` + `stride`, and so on."""
-    # Stored bytes are parameters of type float32 (`nf4_linear`), so their pointers are, too.
+    # Stored bytes are parameters of type float32 (`frozen_linear`), so their pointers are, too.
     packed = packed.to(tl.pointer_type(tl.uint8), bitcast=True)
     half: tl.constexpr = block_size // 2
     blocks = tl.program_id(0).to(tl.int64) * num_blocks + tl.arange(0, num_blocks)
@@ -27,7 +27,7 @@ def dequantize_nf4(
     if double_quant:
         scales = absmax.to(tl.pointer_type(tl.uint8), bitcast=True)
         index = tl.load(scales + stored, mask=inside, other=0).to(tl.int32)
-        # 256: `nf4_linear.NESTED_BLOCK_SIZE`
+        # 256: `frozen_linear.NESTED_BLOCK_SIZE`
         nested = tl.load(nested_absmax + stored // 256, mask=inside, other=0.0)
         scale = tl.load(nested_code + index) * nested + tl.load(offset)
     else:

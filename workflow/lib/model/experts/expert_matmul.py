@@ -1,8 +1,8 @@
 """Matmuls of frozen stacks of experts with LoRA adapters on top, and their gradients.
 
 y = W_e x + s B_e A_e x + b_e for a row x that goes to expert e: `lora_matmul` for stacks. Weights
-are decoded by slices (`nf4_stack`); no update (out, in) of an expert is ever made. A and B are fp32
-masters with gradients in fp32 (without our kernels a GPU rounds these once a micro-batch).
+are decoded by slices (`frozen_stack`); no update (out, in) of an expert is ever made. A and B are
+fp32 masters with gradients in fp32 (without our kernels a GPU rounds these once a micro-batch).
 
 In float8 an expert's weights have one scale: e4m3 keeps its digits down to 1/28,000 of the largest
 value, and a token's gradient is rounded once, not once for each of its experts.
@@ -17,16 +17,16 @@ import torch
 from torch import nn
 
 from workflow.lib.kernels.eight_bits.matmul import (
-    PackedStack,
-    decode_columns,
-    decode_rows,
+    StoredStack,
+    columns_in_float8,
     row_scales,
+    rows_in_float8,
 )
 from workflow.lib.kernels.eight_bits.rounding import FLOAT8, rounded
 from workflow.lib.kernels.experts.grouped_matmul import ROW_UNIT, rows_matmul, weights_matmul
 from workflow.lib.kernels.experts.routing import Routing, Rows, Update, Weights
+from workflow.lib.model.layers.frozen_stack import FrozenStack
 from workflow.lib.model.layers.lora_linear import FusedLoraLinear
-from workflow.lib.model.layers.nf4_stack import NF4Stack
 from workflow.lib.system.device_types import GPUS
 
 
@@ -45,9 +45,9 @@ class FusedLoraStack(FusedLoraLinear):
             linear.requires_grad_(weight.requires_grad)
             getattr(self, name)[adapter_name] = linear
 
-    def stack(self) -> NF4Stack:
+    def stack(self) -> FrozenStack:
         base = self.get_base_layer()
-        assert isinstance(base, NF4Stack)
+        assert isinstance(base, FrozenStack)
         return base
 
     def forward(self, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
@@ -64,30 +64,30 @@ def operand(rows: Rows, *, float8: bool) -> Rows:
 
 
 def row_weights(
-    base: NF4Stack, start: int, stop: int, *, float8: bool, dtype: torch.dtype
+    base: FrozenStack, start: int, stop: int, *, float8: bool, dtype: torch.dtype
 ) -> Weights:
     """Return rows `start` to `stop` of every expert (experts, stop - start, in), for y."""
     if not float8:
         return Weights(base.dequantize_rows(start, stop, dtype))
-    stack, scales = _packed(base)
-    return Weights(decode_rows(stack, scales, start, stop, FLOAT8), scales)
+    stack, scales = _stored(base)
+    return Weights(rows_in_float8(stack, scales, start, stop), scales)
 
 
 def column_weights(
-    base: NF4Stack, start: int, stop: int, *, float8: bool, dtype: torch.dtype
+    base: FrozenStack, start: int, stop: int, *, float8: bool, dtype: torch.dtype
 ) -> Weights:
     """Return columns `start` to `stop` of every expert, transposed, for the gradient of x."""
     if not float8:
         return Weights(base.dequantize_columns(start, stop, dtype).transpose(1, 2))
-    stack, scales = _packed(base)
-    return Weights(decode_columns(stack, scales, start, stop, FLOAT8), scales)
+    stack, scales = _stored(base)
+    return Weights(columns_in_float8(stack, scales, start, stop), scales)
 
 
-def _packed(base: NF4Stack) -> tuple[PackedStack, torch.Tensor]:
+def _stored(base: FrozenStack) -> tuple[StoredStack, torch.Tensor]:
     """Return the stored weights, and each expert's scale (experts,) fp32, computed at first use."""
-    stack = PackedStack(base.nf4_data(), base.num_experts, base.expert_rows, base.in_features)
+    stack = StoredStack(base.stored(), base.num_experts, base.expert_rows, base.in_features)
     if base.row_scales is None:
-        base.row_scales = row_scales(stack.data, stack.by_expert)
+        base.row_scales = row_scales(stack.stored, stack.by_expert)
     return stack, base.row_scales
 
 
@@ -103,14 +103,14 @@ class Adapter(NamedTuple):
 class Stack(NamedTuple):
     """A stack as one pass uses it: FSDP frees and regathers its weights."""
 
-    base: NF4Stack
+    base: FrozenStack
     bias: torch.Tensor | None  # (experts, out)
     adapter: Adapter | None
 
 
 def stack_of(layer: nn.Module, *, bias: torch.Tensor | None, dtype: torch.dtype) -> Stack:
-    """Read the weights of an `NF4Stack`, or of the PEFT layer on it."""
-    if isinstance(layer, NF4Stack):
+    """Read the weights of an `FrozenStack`, or of the PEFT layer on it."""
+    if isinstance(layer, FrozenStack):
         return Stack(layer, bias, None)
     assert isinstance(layer, FusedLoraStack)
     if layer.disable_adapters:

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import torch
-from bitsandbytes.functional import quantize_4bit
 from torch import nn
 
 from workflow.lib.checkpoints.expert_stacks import expert_stacks, matmul_names
@@ -38,10 +37,10 @@ from workflow.lib.model.experts.expert_matmul import (
     stack_of,
     value,
 )
+from workflow.lib.model.layers.frozen_stack import FrozenStack
 from workflow.lib.model.layers.fused_norm import keepable, restored
-from workflow.lib.model.layers.nf4_linear import NF4Spec
-from workflow.lib.model.layers.nf4_stack import NF4Stack
 from workflow.lib.model.layers.split_autograd import apply_split, first_outputs
+from workflow.lib.model.layers.weight_storage import PlainSpec, WeightStorage
 from workflow.lib.model.tried_classes.magnitudes import agree, magnitudes
 from workflow.lib.system.errors import UserError
 
@@ -104,7 +103,7 @@ class FusedExperts(nn.Module):
 
     def __init__(
         self,
-        stacks: Mapping[str, NF4Stack],
+        stacks: Mapping[str, FrozenStack],
         *,
         biases: Mapping[str, nn.Parameter],
         activation: Callable[[torch.Tensor], torch.Tensor],
@@ -212,14 +211,14 @@ def _down_gradients(
     return grad_up, grad_weights.to(top_k_weights.dtype), adapter_grads
 
 
-# Sizes of compared classes: every expert has whole blocks of weights.
-EXPERTS, WIDTH, INTERMEDIATE, TOKENS, TOP_K, BLOCK_SIZE = 3, 16, 8, 7, 2, 64
+# Sizes of compared classes.
+EXPERTS, WIDTH, INTERMEDIATE, TOKENS, TOP_K = 3, 16, 8, 7, 2
 
 
 def replace_experts_(
-    model: nn.Module, path: str, specs: Mapping[str, NF4Spec], *, compute_dtype: torch.dtype
+    model: nn.Module, path: str, specs: Mapping[str, WeightStorage], *, compute_dtype: torch.dtype
 ) -> None:
-    """Replace the experts at `path` of a meta model by `FusedExperts`, packed as `specs`. Raises
+    """Replace the experts at `path` of a meta model by `FusedExperts`, stored as `specs`. Raises
     `UserError` if there are none, or their forward computes another function."""
     shapes = {
         name.removeprefix(f"{path}."): stack.shape
@@ -231,20 +230,21 @@ def replace_experts_(
         stored = spec and (spec.experts, spec.shape[0] // spec.experts, spec.shape[1])
         if stored is None or stored != shapes.get(name):
             raise UserError(
-                f"the NF4 checkpoint has {path}.{name} as {stored}, the model as "
+                f"the base has {path}.{name} as {stored}, the model as "
                 f"{shapes.get(name)}: it belongs to another model. Delete its folder below "
                 "results/base to have it made again."
             )
     original = model.get_submodule(path)
     _check_family(original, path)
     stacks = {
-        name: NF4Stack(specs[name], compute_dtype=compute_dtype) for name in matmul_names(original)
+        name: FrozenStack(specs[name], compute_dtype=compute_dtype)
+        for name in matmul_names(original)
     }
     parent, _, name = path.rpartition(".")
     setattr(model.get_submodule(parent), name, _fused(original, stacks))
 
 
-def _fused(original: nn.Module, stacks: Mapping[str, NF4Stack]) -> FusedExperts:
+def _fused(original: nn.Module, stacks: Mapping[str, FrozenStack]) -> FusedExperts:
     names = stacks if original.has_bias else ()
     biases = {name: original.get_parameter(f"{name}_bias") for name in names}
     function: Any = original._apply_gate if original.has_gate else original.act_fn
@@ -282,7 +282,7 @@ def _computes_the_same(original: nn.Module) -> bool:
     )
 
 
-def _tiny(original: nn.Module, draw: torch.Generator) -> tuple[nn.Module, dict[str, NF4Stack]]:
+def _tiny(original: nn.Module, draw: torch.Generator) -> tuple[nn.Module, dict[str, FrozenStack]]:
     """Return a module of the class with few small experts, and their stacks."""
     tiny: Any = copy.copy(original)
     tiny._parameters, tiny.num_experts = {}, EXPERTS  # the original keeps its own
@@ -292,8 +292,8 @@ def _tiny(original: nn.Module, draw: torch.Generator) -> tuple[nn.Module, dict[s
     for name, size in zip(
         matmul_names(original), ((wide, WIDTH), (WIDTH, INTERMEDIATE)), strict=True
     ):
-        stacks[name] = _packed(torch.randn(EXPERTS, *size, generator=draw))
-        weights = stacks[name].dequantize_experts(0, EXPERTS, torch.float32)
+        weights = torch.randn(EXPERTS, *size, generator=draw)
+        stacks[name] = _stack(weights)
         stored = weights.transpose(1, 2).contiguous() if original.is_transposed else weights
         setattr(tiny, name, nn.Parameter(stored))
         if original.has_bias:
@@ -302,14 +302,10 @@ def _tiny(original: nn.Module, draw: torch.Generator) -> tuple[nn.Module, dict[s
     return tiny, stacks
 
 
-def _packed(weights: torch.Tensor) -> NF4Stack:
+def _stack(weights: torch.Tensor) -> FrozenStack:
     """Return weights (experts, out, in) as a stack on the CPU."""
     experts, out_features, in_features = weights.shape
-    shape = (experts * out_features, in_features)
-    packed, state = quantize_4bit(weights.view(shape), blocksize=BLOCK_SIZE, quant_type="nf4")
-    spec = NF4Spec(shape, BLOCK_SIZE, double_quant=False, offset=0.0, experts=experts)
-    stack = NF4Stack(spec, compute_dtype=torch.float32)
-    stack.weight = nn.Parameter(packed.flatten().view(torch.float32), requires_grad=False)
-    stack.absmax = nn.Parameter(state.absmax, requires_grad=False)
-    stack.quant_map = state.code
+    spec = PlainSpec((experts * out_features, in_features), torch.float32, experts)
+    stack = FrozenStack(spec, compute_dtype=torch.float32)
+    stack.weight = nn.Parameter(weights.flatten(), requires_grad=False)
     return stack

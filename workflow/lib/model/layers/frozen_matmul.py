@@ -1,4 +1,4 @@
-"""Matmuls of frozen NF4 weights: decoding, dtype, the adapter's part, the bias.
+"""Matmuls of frozen weights: decoding, dtype, the adapter's part, the bias.
 
 y = x W^T and the gradient g W of x are computed in the compute dtype or in 8 bits, as the model's
 `MatmulPrecision` says. In the compute dtype the matmul accumulates on the adapter's part; in 8 bits
@@ -14,12 +14,12 @@ from torch import nn
 
 from workflow.lib.kernels.eight_bits.matmul import (
     RoundedWeight,
+    Stored,
     decoded,
     eight_bit_matmul,
     row_scales,
 )
 from workflow.lib.kernels.eight_bits.rounding import Rounded, rounded
-from workflow.lib.kernels.nf4.decode import NF4Data
 from workflow.lib.kernels.rows.low_rank import LowRank, add_low_rank_
 
 
@@ -57,7 +57,7 @@ class FrozenWeight(Protocol):
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """Return W in `dtype`."""
 
-    def nf4_data(self) -> NF4Data:
+    def stored(self) -> Stored:
         """Return W as stored."""
 
 
@@ -89,7 +89,7 @@ def frozen_value(
     """Return W x, and + b if `bias`, (T, out) in `dtype`, of rows x (T, in)."""
     if isinstance(rows, Rounded):
         scales = _row_scales(linear)
-        weight = decoded(linear.nf4_data(), scales, linear.matrix_shape)
+        weight = decoded(linear.stored(), scales, linear.matrix_shape)
         y = eight_bit_matmul(rows, RoundedWeight(weight, scales), dtype=dtype)
         return y.add_(linear.bias) if bias and linear.bias is not None else y
     return nn.functional.linear(rows, linear.dequantize(dtype), linear.bias if bias else None)
@@ -127,13 +127,13 @@ def _backward_operands(grad: torch.Tensor, linear: FrozenWeight) -> tuple[Rounde
     both must be contiguous along the summed dim."""
     scales = _row_scales(linear)
     left = rounded(grad, factors=scales)
-    weight = decoded(linear.nf4_data(), scales, linear.matrix_shape, transposed=True)
+    weight = decoded(linear.stored(), scales, linear.matrix_shape, transposed=True)
     return left, RoundedWeight(weight, None)
 
 
 def _row_scales(linear: FrozenWeight) -> torch.Tensor:
     if linear.row_scales is None:
-        linear.row_scales = row_scales(linear.nf4_data(), linear.matrix_shape)
+        linear.row_scales = row_scales(linear.stored(), linear.matrix_shape)
     return linear.row_scales
 
 
@@ -145,7 +145,7 @@ def frozen_linear(x: torch.Tensor, linear: FrozenWeight, *, bias: bool) -> torch
 
 class _FrozenLinear(torch.autograd.Function):
     """x W^T + b. Saves nothing: backward reads the weight from the module again (FSDP has gathered
-    it by then). Autograd's own linear would save the decoded weight: 16 bits in place of 4."""
+    it by then). Autograd's own linear would save the decoded, or gathered, weight."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, linear: FrozenWeight, bias: bool) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""PEFT's LoRA layer on an `NF4Linear`, computed by fused nodes where possible.
+"""PEFT's LoRA layer on an `FrozenLinear`, computed by fused nodes where possible.
 
 It uses a fused node when one adapter without bias is active and not merged, and PEFT's own forward
 otherwise.
@@ -19,15 +19,15 @@ from torch import nn
 from workflow.lib.kernels.rows.dropout import Draw
 from workflow.lib.model.layers.adapter_dropout import AdapterDropout, AdapterState
 from workflow.lib.model.layers.dora import Magnitude, direction_norms
+from workflow.lib.model.layers.frozen_linear import FrozenLinear
 from workflow.lib.model.layers.frozen_matmul import frozen_linear
 from workflow.lib.model.layers.lora_matmul import nf4_lora_matmul, nf4_lora_matmuls
-from workflow.lib.model.layers.nf4_linear import NF4Linear
 
 ADAPTER = "default"  # PEFT's name of the only adapter; it does not appear in exported files
 
 
 class NF4Dora(LoraVariant):
-    """DoRA on an `NF4Linear`, as PEFT's extension; `lora.init_adapters_` fills magnitudes."""
+    """DoRA on an `FrozenLinear`, as PEFT's extension; `lora.init_adapters_` fills magnitudes."""
 
     @staticmethod
     def init(module: Any, adapter_name: str, **unused: Any) -> None:
@@ -44,7 +44,7 @@ class NF4Dora(LoraVariant):
 
 
 class FusedLoraLinear(PeftLoraLinear):
-    """PEFT's LoRA layer on an `NF4Linear`: dequantization, matmul, adapter, dropout and DoRA."""
+    """PEFT's LoRA layer on an `FrozenLinear`: dequantization, matmul, adapter, dropout and DoRA."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -81,7 +81,7 @@ class FusedLoraLinear(PeftLoraLinear):
     def _dropped_dora(self, x: torch.Tensor) -> torch.Tensor:
         """Return f (W d + s B A d) + W (x - d) + b for d = drop(x), as PEFT computes it."""
         kept, base = self.lora_dropout[ADAPTER](x), self.get_base_layer()
-        assert isinstance(base, NF4Linear)
+        assert isinstance(base, FrozenLinear)
         (y,) = nf4_lora_matmuls(kept, [self], draws=[None])
         return y + frozen_linear(x - kept, base, bias=False)
 
@@ -133,7 +133,7 @@ class FusedLoraLinear(PeftLoraLinear):
 
     def _is_plain(self) -> bool:
         return (
-            isinstance(self.get_base_layer(), NF4Linear)
+            isinstance(self.get_base_layer(), FrozenLinear)
             and not self.disable_adapters
             and not self.merged
             and list(self.active_adapters) == [ADAPTER]

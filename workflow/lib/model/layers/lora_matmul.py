@@ -1,4 +1,4 @@
-"""Matmuls of frozen NF4 weights with LoRA adapters, for linears that share their input; gradients.
+"""Matmuls of frozen weights with LoRA adapters, for linears that share their input; gradients.
 
 y_i = f_i (W_i x + s_i B_i A_i d_i(x)) + b_i with dropout d_i (`adapter_dropout`) and DoRA's factor
 f_i (`dora`, else 1). Without dropout the A of all linears are one matrix. A and B are fp32 masters,
@@ -37,7 +37,7 @@ FLOAT32_MATMULS = torch.version.hip is None
 class Adapted(NamedTuple):
     """A linear with its adapter, as one pass uses it: FSDP frees and regathers its weights."""
 
-    base: Any  # the `NF4Linear`
+    base: Any  # the `FrozenLinear`
     a: torch.Tensor  # (r, in) fp32
     b: torch.Tensor  # (out, r) fp32
     scale: float  # of B A, with dropout's 1 / (1 - p)

@@ -11,7 +11,7 @@ Terms = dict[str, int]
 PROCESS, WORKSPACE = "process", "cublas_workspace"
 EXPLANATIONS = {
     "process": "Python, PyTorch and Transformers themselves (host memory)",
-    "nf4_weights": "packed NF4 weights of the decoder linears: half a byte each, sharded",
+    "nf4_weights": "frozen weights of decoder linears, sharded: half a byte each, in 16 bits two",
     "nf4_scales": "absmax per block, and its own absmax per 256 blocks; sharded",
     "nf4_tables": "code tables of every linear, replicated",
     "embedding_and_head": (

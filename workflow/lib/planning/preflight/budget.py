@@ -7,7 +7,7 @@ from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.planning.machine import Machine
 from workflow.lib.planning.memory.peaks import Peaks
 from workflow.lib.planning.memory.replay import page_locked
-from workflow.lib.planning.model_sizes import packed_bytes, trainable_parameters
+from workflow.lib.planning.model_sizes import layer_bytes, trainable_parameters
 from workflow.lib.settings.config import HardwareConfig
 from workflow.lib.settings.optimizer_kinds import OPTIMIZERS
 from workflow.lib.step_plan.plan import StepPlan
@@ -82,7 +82,8 @@ def host_bytes(shape: ModelShape, plan: StepPlan, machine: Machine, peaks: Peaks
     if machine.device == "cpu":
         return machine.processes_per_node * (peaks.allocated_bytes + start)
     table = shape.vocab_size * shape.hidden_size * shape.source_bytes
-    stack = shape.largest(lambda layer: max(x.num_weights for x in layer.linears) // 2)  # 4 bits
+    stack = shape.largest(lambda layer: max(x.num_weights for x in layer.linears))
+    stack = stack * plan.compute_bytes if plan.kept else stack // 2  # 4 bits
     rows = plan.rows_from_host * shape.hidden_size * plan.compute_bytes
     each = GPU_PROCESS_BYTES + peaks.host_bytes + rows + start
     return machine.processes_per_node * each + max(table, stack)
@@ -98,8 +99,7 @@ def certain_lack(shape: ModelShape, plan: StepPlan, machine: Machine, limits: Bu
     if free < 0:
         least_gib = (limits.capacity_bytes - free) / GIB
         return f"trained weights, embedding and head need over {least_gib:.2f} GiB of each GPU"
-    layers = map(shape.layer, range(shape.num_layers))
-    slices = [packed_bytes(layer.linears, plan) // plan.shards for layer in layers]
+    slices = [num_bytes // plan.shards for num_bytes in layer_bytes(shape, plan)]
     locked = _least_locked(slices, offloaded=sum(slices) - free)
     needed = host_bytes(shape, plan, machine, Peaks({}, host_bytes=locked))
     capacity_bytes = limits.host_capacity_bytes

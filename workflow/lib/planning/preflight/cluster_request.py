@@ -97,7 +97,7 @@ def quantizing(run: RunConfig, *, model: str, description: str, manifest: str) -
     stored = sum(tensor.num_bytes for tensor in tensors.values())
     minutes = START_MIN + 4 * stored / DISK_BYTES_PER_S / 60
     host_bytes = PROGRAM_BYTES + 3 * largest
-    if run.quantize.method == "absmax":
+    if not run.quantize.calibrates:
         return _allocation(host_bytes, minutes)
     shape = read_shape(Path(description))  # tokens come after it, so it exists
     method, _ = chosen_method(run.quantize.method, _weights(shape))

@@ -11,7 +11,7 @@ from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.planning.machine import Machine
 from workflow.lib.planning.memory.peaks import Peaks, combined
 from workflow.lib.planning.memory.recorded_peaks import RecordedPeaks, RecordPeaks
-from workflow.lib.planning.model_sizes import packed_bytes, trainable_parameters
+from workflow.lib.planning.model_sizes import layer_bytes, packed_bytes, trainable_parameters
 from workflow.lib.planning.preflight.budget import Budget, budget, host_bytes
 from workflow.lib.planning.preflight.checks import check_batch
 from workflow.lib.planning.preflight.plan_search import (
@@ -231,8 +231,9 @@ def disk_bytes(
     """Return the bytes of every artifact of a run. Checkpoints (fp32 adapter, whole modules,
     optimizer's moments): one more than `keep_checkpoints`, as the new one comes before the oldest
     goes. Adapters: two, and with `keep_best` one for every checkpoint, and the newest."""
-    base = shape.total(lambda layer: packed_bytes(layer.linears, plan))
-    base += packed_bytes(shape.other_linears, plan)
+    stored = shape.source_bytes
+    base = sum(layer_bytes(shape, plan, kept_bytes=stored))
+    base += packed_bytes(shape.other_linears, plan, kept_bytes=stored)
     trained = trainable_parameters(shape, plan)
     adapter, moments = 4 * trained, OPTIMIZERS[plan.optimizer].moment_bytes(trained)
     packed_tokens = tokens.packed_rows * tokens.seq_len

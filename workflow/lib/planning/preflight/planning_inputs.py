@@ -19,6 +19,7 @@ from workflow.lib.model.architecture.adapter_targets import (
     adapter_ranks,
     modules_to_save,
 )
+from workflow.lib.model.architecture.kept_linears import checked_linears
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.model.architecture.routers import balance_coefficient
 from workflow.lib.planning.machine import Machine
@@ -208,6 +209,7 @@ def plan_from_settings(run: RunConfig, shape: ModelShape, machine: Machine) -> S
         trains_embedding=shape.embedding in trained,
         routers=_trained_routers(shape, trained),
         balances_routers=router_aux_loss_coef(run, shape) > 0,
+        kept=_kept(run, shape),
         block_size=run.quantize.block_size,
         double_quant=run.quantize.double_quant,
     )
@@ -232,6 +234,12 @@ def circumstances(shape: ModelShape, machine: Machine) -> Circumstances:
         tied_embeddings=shape.tied_embeddings,
         embedding=shape.embedding,
     )
+
+
+def _kept(run: RunConfig, shape: ModelShape) -> tuple[str, ...]:
+    """Return the expressions of linears in 16 bits; raises as `checked_linears`."""
+    checked_linears(run.quantize, shape.linear_paths())
+    return run.quantize.kept
 
 
 def _trained_routers(shape: ModelShape, trained: set[str]) -> tuple[str, ...]:

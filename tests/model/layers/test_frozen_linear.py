@@ -10,9 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support.adapted_layers import SCALE, Layer, random
 from tests.support.models import decoded_by_hand, nf4_linear
+from workflow.lib.model.layers.frozen_linear import FrozenLinear
 from workflow.lib.model.layers.fused_norm import FusedNorm, keepable, restored
 from workflow.lib.model.layers.lora_matmul import nf4_lora_matmul, nf4_lora_matmuls
-from workflow.lib.model.layers.nf4_linear import NF4Linear
 
 # (out, in), and what is odd about it at block size 64
 SHAPES = {
@@ -130,7 +130,7 @@ def test_recomputation_stops_before_a_product_whose_result_backward_does_not_nee
 class Counted:
     """An NF4 linear that counts its dequantizations."""
 
-    def __init__(self, base: NF4Linear) -> None:
+    def __init__(self, base: FrozenLinear) -> None:
         self._base, self.calls = base, 0
 
     def __getattr__(self, name: str) -> Any:

@@ -1,15 +1,16 @@
-"""The weights of all experts of a layer as one packed NF4 weight.
+"""The weights of all experts of a layer as one frozen weight.
 
-A stack (experts, out, in) is packed like a linear of `experts * out` rows, so loading, sharding and
+A stack (experts, out, in) is stored like a linear of `experts * out` rows, so loading, sharding and
 offload treat it as one. A matmul decodes at most `DECODED_BYTES`: some rows, or columns, of all
 experts (where an expert's tokens begin is known to the device alone)."""
 
+import math
 from collections.abc import Iterator
 
 import torch
 
-from workflow.lib.kernels.nf4.decode import BlockStrides, dequantize_nf4
-from workflow.lib.model.layers.nf4_linear import NF4Linear, NF4Spec
+from workflow.lib.model.layers.frozen_linear import FrozenLinear
+from workflow.lib.model.layers.weight_storage import WeightStorage
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.units import MIB
 
@@ -23,17 +24,17 @@ DECODED_BYTES = 512 * MIB
 TILE_COLUMNS = 256  # of a program of the grouped matmul (`kernels.experts.grouped_matmul`)
 
 
-class NF4Stack(NF4Linear):
-    """Frozen NF4 weights (experts, out, in) as a linear; `fused_experts` makes their matmuls."""
+class FrozenStack(FrozenLinear):
+    """Frozen weights (experts, out, in) as a linear; `fused_experts` makes their matmuls."""
 
-    def __init__(self, spec: NF4Spec, *, compute_dtype: torch.dtype) -> None:
+    def __init__(self, spec: WeightStorage, *, compute_dtype: torch.dtype) -> None:
         """Raises `UserError` if an expert does not begin at a block of the quantization."""
         super().__init__(spec, bias=False, compute_dtype=compute_dtype)
         self.num_experts = spec.experts
         self.expert_rows = spec.shape[0] // spec.experts
-        if self.expert_rows * self.in_features % spec.block_size:
+        if self.expert_rows * self.in_features % spec.unit:
             raise UserError(
-                f"quantize.block_size: {spec.block_size} does not divide the "
+                f"quantize.block_size: {spec.unit} does not divide the "
                 f"{self.expert_rows * self.in_features:,} weights of an expert "
                 f"({self.expert_rows} x {self.in_features}), so a block would hold weights of two "
                 "experts. Choose a smaller block_size that divides them."
@@ -49,8 +50,8 @@ class NF4Stack(NF4Linear):
 
     def column_slices(self, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
         """Yield (start, stop) of columns decoded at a time: all, unless rows begin at blocks."""
-        whole = bool(self.in_features % self.spec.block_size)
-        unit = self.in_features if whole else self.spec.block_size
+        whole = bool(self.in_features % self.spec.unit)
+        unit = self.in_features if whole else self.spec.unit
         yield from _slices(self.in_features, unit, self._most(dtype))
 
     def dequantize_rows(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
@@ -69,26 +70,20 @@ class NF4Stack(NF4Linear):
     def dequantize_experts(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the weights of experts `start` to `stop` (stop - start, out, in)."""
         size = self.expert_rows * self.in_features
-        whole = self.num_experts * size
-        decoded = self._decode(start * size, (stop - start) * size, whole, dtype)
+        decoded = self._decode(start * size, (stop - start) * size, self.num_experts * size, dtype)
         return decoded.view(stop - start, self.expert_rows, self.in_features)
 
     def _unit(self, width: int) -> int:
-        """Return the fewest rows of `width` weights that are whole blocks."""
-        block = self.spec.block_size
-        return next(rows for rows in range(1, block + 1) if rows * width % block == 0)
+        """Return the fewest rows of `width` weights that are whole units of the storage."""
+        return self.spec.unit // math.gcd(self.spec.unit, width)
 
     def _most(self, dtype: torch.dtype) -> float:
         """Return the share of the stack that may be decoded at a time."""
-        return DECODED_BYTES / (self.out_features * self.in_features * dtype.itemsize)
+        return DECODED_BYTES / max(self.spec.decoded_bytes(dtype), 1)
 
     def _decode(self, first: int, length: int, stride: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return `length` weights from `first`, `first` + `stride`, ..., flat; all whole blocks."""
-        count = len(range(first, self.out_features * self.in_features, stride))
-        block = self.spec.block_size
-        out = torch.empty(count * length, dtype=dtype, device=self.weight.device)
-        strides = BlockStrides(first // block, length // block, stride // block)
-        return dequantize_nf4(out, self.nf4_data(), strides)
+        """Return `length` weights from `first`, `first` + `stride`, ..., of whole units."""
+        return self.spec.decode_strides(self.stored(), (first, length, stride), dtype)
 
 
 def _slices(size: int, unit: int, most: float) -> Iterator[tuple[int, int]]:
