@@ -37,7 +37,7 @@ class ModuleNames:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self._prefix = model.base_model_prefix
-        self._places: dict[str, Any] = model.state_dict()
+        self._state: dict[str, Any] = model.state_dict()
         rules = get_model_conversion_mapping(model)
         owned = {name for name, _ in model.named_parameters()}
         self._tied: dict[str, str] = {
@@ -78,15 +78,15 @@ class ModuleNames:
 
     def loaded_as(self, name: str) -> str:
         """Return PEFT's name for a linear's tensor when it loads an adapter, by the table."""
-        return str(rename_source_key(name, self._renamings, [], self._prefix, self._places)[0])
+        return str(rename_source_key(name, self._renamings, [], self._prefix, self._state)[0])
 
     def named(self, stored: str) -> tuple[str, str | None]:
         """Return `of` a stored name, and the converter's pattern if the tensor is a part."""
         for renamings, converters in ((self._renamings, self.converters), ([], [])):
             name, pattern = rename_source_key(
-                stored, renamings, converters, self._prefix, self._places
+                stored, renamings, converters, self._prefix, self._state
             )
-            if name in self._places:
+            if name in self._state:
                 return name, pattern
         return stored, None
 
@@ -96,7 +96,7 @@ class ModuleNames:
         name, pattern = self.named(stored)
         targets = [] if pattern is None else self.converter({pattern}).target_patterns
         names = [name, *(name.replace(targets[0], other) for other in targets[1:])]
-        return [(one, pattern) for one in names if one in self._places]
+        return [(one, pattern) for one in names if one in self._state]
 
     def converter(self, patterns: Set[str | None]) -> WeightConverter:
         """Return the conversion of patterns; Kimi K2.5's table has its text part's twice."""
@@ -104,7 +104,7 @@ class ModuleNames:
 
     def size(self, name: str) -> tuple[int, ...]:
         """Return the shape that a tensor has in the model."""
-        return tuple(self._places[name].shape)
+        return tuple(self._state[name].shape)
 
 
 class ConvertedReader(DecodedReader):
@@ -141,7 +141,7 @@ class ConvertedReader(DecodedReader):
 
     def names(self) -> list[str]:
         """Return the names of all tensors, in order of shard and stored name."""
-        order = {stored: place for place, stored in enumerate(super().names())}
+        order = {stored: number for number, stored in enumerate(super().names())}
         return sorted(self._stored, key=lambda name: order[self._stored[name][0][0]])
 
     def stored_in(self, parts: Iterable[str]) -> list[str]:

@@ -127,9 +127,9 @@ class _CompressedTensors:
         return [name for end in ends if (name := f"{linear}.weight_{end}") in self._tensors]
 
     def shape(self, name: str, read: Read) -> tuple[int, ...]:
-        stored, said = self.codes[name], f"{name}_shape"
-        if said in self._tensors:
-            return tuple(read(said).tolist())
+        stored, shape = self.codes[name], f"{name}_shape"
+        if shape in self._tensors:
+            return tuple(read(shape).tolist())
         out, inputs = self._tensors[stored].shape
         return out, inputs if stored == name else inputs * 2  # two of 4 bits in a byte
 
@@ -336,12 +336,12 @@ class DecodedReader(CheckpointReader):
         if not self._finite or not tensor.is_floating_point() or tensor.isfinite().all():
             return tensor
         wrong = (~tensor.isfinite()).nonzero()
-        place = [int(x) for x in wrong[0]]
-        value = float(tensor[tuple(place)])
-        if place:
-            place[0] += first_row
+        index = [int(x) for x in wrong[0]]
+        value = float(tensor[tuple(index)])
+        if index:
+            index[0] += first_row
         raise UserError(
-            f"{self.folder / self._files_of[name]}: {name}{place} is {value} ({len(wrong):,} of "
+            f"{self.folder / self._files_of[name]}: {name}{index} is {value} ({len(wrong):,} of "
             f"{tensor.numel():,} values that were read with it are no finite numbers). "
             "Download or export the model again, or choose another model.source."
         )

@@ -38,5 +38,5 @@ def _wrappers(stacks: Iterable[str]) -> dict[str, str]:
 
 
 def _renamed(name: str, paths: Mapping[str, str]) -> str:
-    path, mark, rest = name.partition(".lora_")
-    return paths.get(path, path) + mark + rest
+    path, mark, suffix = name.partition(".lora_")
+    return paths.get(path, path) + mark + suffix
