@@ -41,7 +41,7 @@ rule finetune:
         # jobs have changed themselves.)
         plan_settings=plan_settings,
         free_settings=free_settings("finetune"),
-        tracking=with_prefix("results"),
+        tracking=subpath(output.summary, ancestor=4),
         # Not {resources.gpu}: Snakemake silently lowers a request above its limit.
         gpus=from_run(gpus_per_node),
         srun=srun,

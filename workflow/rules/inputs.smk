@@ -63,6 +63,20 @@ def srun(wildcards, threads):
     return ["srun", *tasks, f"--cpus-per-task={threads}", "--kill-on-bad-exit=1"]
 
 
+def reported_settings(_):
+    """Return the settings of the report, and where it finds each run."""
+    folders = [
+        {
+            "folder": with_prefix(str(layout.RESULTS / "runs" / name)),
+            "tokens": with_prefix(layout.tokens_dir(run)),
+            "exports": [form for form in EXPORTS if name in EXPORTING[form]],
+            "served": name in SERVED,
+        }
+        for name, run in RUNS.items()
+    ]
+    return layout.report_settings(REPORT, RUNS) | {"folders": folders}
+
+
 def published_files(wildcards):
     """Return a run's published files as inputs."""
     name, form = wildcards.run, run_of(wildcards).export.hub_form

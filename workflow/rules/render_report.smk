@@ -1,17 +1,3 @@
-def reported_settings(_):
-    """Return the settings of the report, and where it finds each run."""
-    folders = [
-        {
-            "folder": with_prefix(str(layout.RESULTS / "runs" / name)),
-            "tokens": with_prefix(layout.tokens_dir(run)),
-            "exports": [form for form in EXPORTS if name in EXPORTING[form]],
-            "served": name in SERVED,
-        }
-        for name, run in RUNS.items()
-    ]
-    return layout.report_settings(REPORT, RUNS) | {"folders": folders}
-
-
 rule render_report:
     input:
         settings=settings("render_report", reported_settings),

@@ -12,7 +12,7 @@ rule require_gain:
     conda:
         "../../envs/report.yaml"
     params:
-        folder=with_prefix("results/runs"),
+        results=subpath(input.page, ancestor=2),
     shell:
-        "python -m workflow.scripts.require_gain --config {input.settings:q} --runs-dir {params.folder:q}"
+        "python -m workflow.scripts.require_gain --config {input.settings:q} --runs-dir {params.results:q}/runs"
         " --output {output:q} --log {log:q}"
