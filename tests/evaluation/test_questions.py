@@ -14,18 +14,13 @@ from workflow.lib.checkpoints.adapter import Adapter
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.tokenizer import load_tokenizer
 from workflow.lib.data.tokens.token_store import TokenStore
-from workflow.lib.evaluation.evaluated_models import (
-    load_options,
-    machine_facts,
-    source_files,
-    subjects,
-)
+from workflow.lib.evaluation.evaluated_models import machine_facts, source_files, subjects
 from workflow.lib.evaluation.heldout_loss import heldout_losses
 from workflow.lib.evaluation.other_texts import OtherTexts
 from workflow.lib.evaluation.questions import Archive, content_key, measure, parts, prepare
 from workflow.lib.evaluation.results import evaluations, summary_lines
 from workflow.lib.evaluation.rewards import Preferences
-from workflow.lib.export.stock_models import load_adapter, load_base
+from workflow.lib.export.stock_models import load_adapter, load_base, load_options
 from workflow.lib.objectives.from_settings import objective_of
 from workflow.lib.settings.config import (
     DistillConfig,

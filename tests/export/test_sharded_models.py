@@ -20,14 +20,10 @@ from workflow.lib.checkpoints.tokenizer import load_tokenizer
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.weight_checks import local_bytes
 from workflow.lib.distributed.world import process_group
-from workflow.lib.evaluation.evaluated_models import (
-    load_options,
-    machine_facts,
-    source_files,
-    subjects,
-)
+from workflow.lib.evaluation.evaluated_models import machine_facts, source_files, subjects
 from workflow.lib.evaluation.questions import Archive, Measurement, measure, parts, prepare
 from workflow.lib.export.sharded_models import load_sharded_adapter
+from workflow.lib.export.stock_models import load_options
 from workflow.lib.settings.config import ModelConfig
 from workflow.lib.settings.forms import FOLDERS, SUBJECTS, SubjectName
 from workflow.lib.system.errors import UserError

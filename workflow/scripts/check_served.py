@@ -21,7 +21,7 @@ from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.tokenizer import load_tokenizer
 from workflow.lib.data.tokens.token_store import TokenStore, recorded_arrays
 from workflow.lib.distributed.work_sharing import check_recorded
-from workflow.lib.evaluation.evaluated_models import Loading, load_options
+from workflow.lib.evaluation.evaluated_models import Loading
 from workflow.lib.evaluation.llama_cpp_server import (
     BOUNDS,
     POSITIONS,
@@ -41,6 +41,7 @@ from workflow.lib.evaluation.served_checks import (
 )
 from workflow.lib.evaluation.vllm_server import VllmServer, VllmStart, rank_slots
 from workflow.lib.export.adapter_files import check_conversations
+from workflow.lib.export.stock_models import load_options
 from workflow.lib.model.backends import choose_device
 from workflow.lib.settings.config import EvaluateConfig, ModelConfig
 from workflow.lib.settings.forms import EXPORTS, FORMS

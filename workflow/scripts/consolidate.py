@@ -25,12 +25,8 @@ from workflow.lib.export.adapter_files import (
 )
 from workflow.lib.export.parity import compare_logits
 from workflow.lib.export.peft_folder import Trained, write_peft_folder
-from workflow.lib.export.stock_models import load_adapter, load_base
-from workflow.lib.model.backends import (
-    choose_device,
-    resolve_attention,
-    resolve_dtype,
-)
+from workflow.lib.export.stock_models import load_adapter, load_base, load_options
+from workflow.lib.model.backends import choose_device
 from workflow.lib.settings.config import ExportConfig, RunConfig
 from workflow.lib.system.artifact_files import read_artifact
 from workflow.lib.system.checksums import (
@@ -72,18 +68,13 @@ def prove(
     args: argparse.Namespace, config: RunConfig, base: Checkpoint, adapter: Adapter
 ) -> Parity:
     """Reload the exported adapter with stock packages; raise `UserError` if it differs."""
-    device = choose_device()
-    dtype = resolve_dtype(config.model.compute_dtype, device)
-    attention = resolve_attention(
-        config.model.attention, device, base.attention_needs, compute_dtype=dtype
-    )
-    stock = load_base(base, device=device, compute_dtype=dtype, attention=attention)
-    model = load_adapter(stock, adapter)
+    options = load_options(base, device=choose_device(), settings=config.model)
+    model = load_adapter(load_base(base, **options), adapter)
     parity = compare_logits(
         model,
         args.finetune / "parity.safetensors",
         adapter=adapter,
-        compute_dtype=dtype,
+        compute_dtype=options["compute_dtype"],
         device=model.device,
     )
     if not parity.passed:

@@ -19,10 +19,9 @@ from workflow.lib.artifacts.records import Parity, Provenance, ReaderCheck
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.data.tokens.token_store import TokenStore, choose_documents, recorded_arrays
 from workflow.lib.distributed.work_sharing import check_recorded
-from workflow.lib.evaluation.evaluated_models import load_options
 from workflow.lib.evaluation.heldout_loss import heldout_losses
 from workflow.lib.export.conversions import convert
-from workflow.lib.export.stock_models import load_base, load_stock
+from workflow.lib.export.stock_models import load_base, load_options, load_stock
 from workflow.lib.model.backends import choose_device
 from workflow.lib.settings.config import ExportConfig, ModelConfig
 from workflow.lib.settings.forms import CONVERTED

@@ -42,6 +42,7 @@ from workflow.lib.evaluation.results import (
 )
 from workflow.lib.evaluation.rewards import Preferences
 from workflow.lib.evaluation.token_objective import TokenObjective
+from workflow.lib.export.stock_models import load_options
 from workflow.lib.objectives.from_settings import objective_of
 from workflow.lib.objectives.kto import RatedAnswers
 from workflow.lib.objectives.pairs import Pairs
@@ -71,7 +72,7 @@ def work(args: argparse.Namespace, settings: EvaluateConfig, *, sharded: bool) -
         folders = form_folders(args)
         inputs = inputs_of(args, settings, folders)
         sources = check_inputs(args, folders, store, process)
-        options = evaluated_models.load_options(
+        options = load_options(
             Checkpoint(args.base),
             device=process.device,
             settings=ModelConfig.model_validate(args.config["model"]),

@@ -50,7 +50,6 @@ from workflow.lib.system.checksums import (
 from workflow.lib.system.errors import UserError
 
 TIE = "tie_word_embeddings"
-ROWS = 4096  # of two tables, compared at a time
 
 
 class Checkpoint:
@@ -236,14 +235,6 @@ class Checkpoint:
             return any(
                 first in stored
                 and second in stored
-                and not _equal(reader, stored[first], stored[second])
+                and not reader.equals(stored[first], reader, stored[second])
                 for first, second in model.all_tied_weights_keys.items()
             )
-
-
-def _equal(reader: DecodedReader, first: str, second: str) -> bool:
-    shape = reader.shape(first)
-    return shape == reader.shape(second) and all(
-        torch.equal(reader.rows(first, row, row + ROWS), reader.rows(second, row, row + ROWS))
-        for row in range(0, shape[0], ROWS)
-    )

@@ -15,6 +15,7 @@ from workflow.lib.system.checksums import RecordedFile, check_files
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import file_sha256
 
+ROWS = 4096  # of two tables, compared at a time
 QUANTIZATION = "quantization.json"  # in a base from quantize_base
 
 
@@ -115,6 +116,17 @@ class CheckpointReader:
         """Return rows `start` to `stop` of dim 0 (empty if `start >= stop`), reading only these."""
         tensor: torch.Tensor = self._file(name).get_slice(name)[start : max(start, stop)]
         return tensor
+
+    def equals(self, name: str, other: "CheckpointReader", other_name: str) -> bool:
+        """Tell whether two tensors have one shape and the same values, some rows at a time."""
+        shape = self.shape(name)
+        if not shape or shape != other.shape(other_name):
+            return False
+        pairs = (
+            (self.rows(name, row, row + ROWS), other.rows(other_name, row, row + ROWS))
+            for row in range(0, shape[0], ROWS)
+        )
+        return all(torch.equal(own.float(), others.float()) for own, others in pairs)
 
     def experts(self, name: str, start: int = 0, stop: int | None = None) -> Iterator[torch.Tensor]:
         """Yield the parts `start` to `stop` of a tensor along dim 0, reading one at a time."""

@@ -19,8 +19,9 @@ from transformers import (
 from workflow.lib.checkpoints.adapter import Adapter
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.tokenizer import load_tokenizer
-from workflow.lib.evaluation.evaluated_models import Loading, load_options
+from workflow.lib.evaluation.evaluated_models import Loading
 from workflow.lib.evaluation.sample_answers import stop_token_ids
+from workflow.lib.export.stock_models import load_options
 from workflow.lib.model.backends import choose_device
 from workflow.lib.settings.config import ModelConfig
 from workflow.lib.system.errors import UserError

@@ -23,9 +23,7 @@ from workflow.lib.distributed.world import World
 from workflow.lib.evaluation.questions import Model, Subject, content_key
 from workflow.lib.export.sharded_models import load_sharded_adapter, load_sharded_base
 from workflow.lib.export.stock_models import load_adapter, load_base
-from workflow.lib.model.backends import resolve_attention, resolve_dtype
 from workflow.lib.scores.streamed_model import StreamedModel
-from workflow.lib.settings.config import ModelConfig
 from workflow.lib.settings.forms import FORMS, Form, SubjectName
 from workflow.lib.system.checksums import RecordedFile, downloaded_files, listed_files
 from workflow.lib.system.files import SUMS, file_sha256, package_versions
@@ -36,17 +34,6 @@ SCORING_S = 1800.0  # between two forward passes: requests are made, or answers 
 SETTINGS_FILES = ("config.json", "generation_config.json", "adapter_config.json")
 # Installed packages that compute the numbers.
 MEASURING = ("torch", "transformers", "peft", "bitsandbytes", "flash_attn")
-
-
-def load_options(
-    base: Checkpoint, *, device: torch.device, settings: ModelConfig
-) -> dict[str, Any]:
-    """Return the options of models on `device`: arguments of `stock_models.load_base`."""
-    dtype = resolve_dtype(settings.compute_dtype, device)
-    attention = resolve_attention(
-        settings.attention, device, base.attention_needs, compute_dtype=dtype
-    )
-    return {"device": device, "compute_dtype": dtype, "attention": attention}
 
 
 def machine_facts(options: dict[str, Any]) -> dict[str, Any]:

@@ -43,12 +43,25 @@ from workflow.lib.export.packed_stacks import (
     with_linears,
 )
 from workflow.lib.kernels.nf4.decode import decoded
+from workflow.lib.model.backends import resolve_attention, resolve_dtype
 from workflow.lib.model.layers.rotary_by_length import rotate_by_call_alone_
 from workflow.lib.model.layers.weight_storage import STATE_SUFFIX
+from workflow.lib.settings.config import ModelConfig
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.undocumented_interfaces import MODEL_PACKAGES, check_interfaces
 
 DECODED = {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}
+
+
+def load_options(
+    base: Checkpoint, *, device: torch.device, settings: ModelConfig
+) -> dict[str, Any]:
+    """Return the options of models on `device`: arguments of `stock_models.load_base`."""
+    dtype = resolve_dtype(settings.compute_dtype, device)
+    attention = resolve_attention(
+        settings.attention, device, base.attention_needs, compute_dtype=dtype
+    )
+    return {"device": device, "compute_dtype": dtype, "attention": attention}
 
 
 def load_base(

@@ -23,7 +23,6 @@ from workflow.lib.system.number_formats import listed_names
 
 logger = logging.getLogger("workflow")
 
-ROWS = 4096  # of tables of tokens that are compared at once
 EXACT = ("F32", "BF16", "F16")  # types whose values fp32 holds
 # Parts of names from torch's wrappers, and PEFT's name of an adapter in a raw state.
 WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
@@ -118,16 +117,6 @@ def _params_by_peft_name(training: nn.Module) -> dict[str, nn.Parameter]:
     return {names.exported(name): param for name, param in trainable_parameters(training).items()}
 
 
-def _equal(one: CheckpointReader, name: str, other: CheckpointReader, path: str) -> bool:
-    """Compare two tensors of files by value, some rows at a time."""
-    shape = one.shape(name)
-    same = bool(shape) and shape == other.shape(path)
-    return same and all(
-        torch.equal(one.rows(name, n, n + ROWS).float(), other.rows(path, n, n + ROWS).float())
-        for n in range(0, shape[0], ROWS)
-    )
-
-
 def _findings(
     reader: CheckpointReader,
     stored: Mapping[str, str],
@@ -140,7 +129,7 @@ def _findings(
         """Tell whether PEFT keeps a tensor of the base here: a router's correction beside weights
         that are trained whole, or the tables of tokens (`save_embedding_layers`)."""
         path = name.removeprefix(PREFIX)
-        return path in own.names() and _equal(reader, stored[name], own, path)
+        return path in own.names() and reader.equals(stored[name], own, path)
 
     pairs = [(stored[name], tuple(params[name].shape)) for name in params if name in stored]
     names_by_fault = {
