@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from tests.quantization.test_layer_stream import folder_of
 from tests.support.families import FAMILIES, VOCAB, by_kind
 from tests.support.mixtures import tiny_mixture
-from tests.support.models import quantized
+from tests.support.models import quantized, tiny_llama
 from tests.support.token_arrays import token_arrays
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.meta_model import auto_class
@@ -79,18 +79,18 @@ def test_ends_of_turns_calibrate_where_padding_is_the_same_token():
     assert [batch.counted.tolist() for batch in rows] == [[[True] * 7 + [False] * 2]]
 
 
-def calibrate(original, target):
+def calibrate(original, target, settings=SETTINGS):
     model = Checkpoint(original).build(torch.bfloat16)
     target.mkdir(parents=True, exist_ok=True)
     with Checkpoint(original).weights() as reader:
-        weights = BaseWeights.of(model, SETTINGS)
+        weights = BaseWeights.of(model, settings)
         inputs = CalibrationInputs(
             Checkpoint(original), reader, store(), weights, CPU, torch.float32
         )
-        _, facts = write_calibrated(target, inputs, SETTINGS, fingerprint="x")
+        _, facts = write_calibrated(target, inputs, settings, fingerprint="x")
     copy_companions(original, target)
     config = Checkpoint(original).plain_config
-    write_json(target / "config.json", base_config(config, SETTINGS, weights))
+    write_json(target / "config.json", base_config(config, settings, weights))
     return facts.heldout
 
 
@@ -123,6 +123,19 @@ def test_recorded_losses_are_those_of_the_whole_models_after_a_kill(tmp_path, mo
             Checkpoint(base), device=CPU, compute_dtype=torch.float32, attention=attention
         )
         assert found == pytest.approx(losses(model), rel=ROUNDING)
+
+
+def test_kept_linears_stay_and_the_others_are_calibrated_after_them(tmp_path):
+    original = tiny_llama(tmp_path / "original", vocab_size=VOCAB)
+    settings = SETTINGS.model_copy(update={"keep": ("down_proj", r"layers\.1")})
+    recorded = calibrate(original, tmp_path / "base", settings)
+    base = Checkpoint(tmp_path / "base")
+    model = load_base(base, device=CPU, compute_dtype=torch.float32, attention="eager")
+    assert recorded.calibrated == pytest.approx(losses(model), rel=ROUNDING)
+    with base.stored() as stored, Checkpoint(original).stored() as source:
+        kept = [name for name in source.names() if "down_proj" in name or ".layers.1." in name]
+        assert all(torch.equal(stored.tensor(name), source.tensor(name)) for name in kept)
+        assert len([name for name in stored.names() if name.endswith("bitsandbytes__nf4")]) == 12
 
 
 def kill_before_last_layer(original, target, monkeypatch):

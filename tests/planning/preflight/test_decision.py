@@ -9,6 +9,7 @@ import pytest
 from tests.support.decisions import AS_IT_WAS, decided, llama_8b, run_config
 from tests.support.made_up_memory import MadeUpMemory
 from tests.support.preflight_examples import cpu_machine, llama_70b, machine, setup, token_counts
+from workflow.lib.model.architecture.kept_linears import kept_linears
 from workflow.lib.planning.model_sizes import offload_window
 from workflow.lib.planning.preflight.budget import budget
 from workflow.lib.planning.preflight.decision import MOST_REMEDIES, decide, remedies
@@ -237,6 +238,21 @@ def test_remedy_that_needs_more_host_memory_than_there_is_does_not_fit():
         for hardware in (HardwareConfig(host_memory_gib=8.0), AUTO)
     )
     assert "hardware.offload_layers" in many - few
+
+
+@pytest.mark.parametrize(
+    ("quantize", "change"),
+    [({"method": "none"}, "quantize.method = absmax"), ({"keep": ["mlp"]}, "quantize.keep = []")],
+)
+def test_fewer_bits_are_a_remedy(quantize, change):
+    """8 billion weights take 13 GiB in 16 bits, of which NF4 leaves a quarter."""
+    plan = plan_from_settings(run_config(quantize=quantize), llama_8b, machine())
+    on = machine(gpu_bytes=14 * GIB)
+    (remedy,) = [x for x in remedies_of(llama_8b, plan, on) if x.change == change]
+    (peaks,) = MadeUpMemory(llama_8b).peaks([plan])
+    kept = kept_linears(plan.kept, llama_8b.linear_paths())
+    assert len(kept) == 32 * (7 if "method" in quantize else 3)
+    assert remedy.peak_bytes < peaks.allocated_bytes - GIB
 
 
 def test_frozen_modules_are_a_remedy():

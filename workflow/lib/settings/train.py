@@ -13,6 +13,7 @@ from workflow.lib.settings.section_base import Name, Section, Share, label
 
 Rank = Annotated[int, Field(ge=1, le=1024)]
 CALIBRATING = ("calibrated", "auto")
+ALL_LINEARS = (".+",)  # as an expression of `quantize.keep`
 CALIBRATED_ONLY = Affects(needs=("method", *CALIBRATING))
 NF4_ONLY = Affects(needs=("method", "absmax", *CALIBRATING))
 RESTARTS_ONLY = Affects(needs=("lr_schedule", "cosine_with_restarts"))
@@ -119,7 +120,7 @@ class QuantizeConfig(Section):
     @property
     def kept(self) -> tuple[str, ...]:
         """Expressions of all linears in 16 bits: with `method: none` that of any path."""
-        return (".+",) if self.method == "none" else self.keep
+        return ALL_LINEARS if self.method == "none" else self.keep
 
     @model_validator(mode="after")
     def _keep_fits(self) -> "QuantizeConfig":

@@ -32,6 +32,7 @@ from workflow.lib.planning.timing.machine_speed import Speed, speed_of
 from workflow.lib.planning.token_counts import TokenCounts
 from workflow.lib.settings.config import HardwareConfig, RunConfig
 from workflow.lib.settings.optimizer_kinds import OPTIMIZERS, SMALLEST
+from workflow.lib.settings.train import ALL_LINEARS
 from workflow.lib.step_plan.memory_options import (
     TABLE,
     Circumstances,
@@ -58,6 +59,8 @@ NEAREST = (
     *(option.setting for option in TABLE if option.rounds),
     "train.optimizer",
     "quantize.double_quant",
+    "quantize.keep",
+    "quantize.method",
     "lora.dropout",
     "lora.r",
     "data.seq_len",
@@ -194,6 +197,9 @@ def _switches(plan: StepPlan) -> Iterator[Option]:
         yield "lora.modules_to_save = []", frozen
     if plan.optimizer != SMALLEST:
         yield f"train.optimizer = {SMALLEST}", replace(plan, optimizer=SMALLEST)
+    if plan.kept:
+        change = "method = absmax" if plan.kept == ALL_LINEARS else "keep = []"
+        yield f"quantize.{change}", replace(plan, kept=())
     if not plan.double_quant:
         yield "quantize.double_quant = true", replace(plan, double_quant=True)
     if plan.dropout:
