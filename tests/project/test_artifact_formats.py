@@ -15,7 +15,6 @@ OTHERS_FORMATS = {
         "lib/planning/preflight/what_if.py",
         "lib/system/checksums.py",  # the record of a download, which may be a file of the user
         "lib/system/files.py",
-        "scripts/command.py",  # settings of a stage
         "scripts/write_card.py",  # adapter_config.json, held against SHA256SUMS
         "scripts/write_model_descriptions.py",
     },
@@ -28,7 +27,6 @@ OTHERS_FORMATS = {
         "lib/export/narrow_model.py",
         "lib/quantization/nf4_checkpoint.py",
         "lib/system/files.py",
-        "scripts/new_config.py",
         "scripts/quantize_base.py",
     },
 }
