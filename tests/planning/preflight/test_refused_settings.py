@@ -104,6 +104,7 @@ UNTIED = llama_70b()
 IMPOSSIBLE = [
     ({"data": {"seq_len": 2**18}}, "data.seq_len = 262144: the model's max_position_embeddings is"),
     ({"lora": {"target_modules": ["qq"]}}, "lora.target_modules = 'qq': no linear layer"),
+    ({"quantize": {"keep": ["qq"]}}, "quantize.keep = 'qq': no linear of the model"),
     ({"lora": {"modules_to_save": ["norm"]}}, "lora.modules_to_save = 'norm': only the output"),
     ({"hardware": {"gpu_model": "H900"}}, "hardware.gpu_model = 'H900': no GPU of the name"),
     ({"train": {"global_batch_size": 3}, "hardware": TWO}, "train.global_batch_size = 3: must be"),

@@ -12,6 +12,7 @@ from typing import Any
 from workflow.lib.artifacts.layout import SERVING
 from workflow.lib.checkpoints.files.config_file import read_config, text_part
 from workflow.lib.kernels.attention.document_lengths import LengthGroup
+from workflow.lib.model.architecture.kept_linears import checked_linears
 from workflow.lib.model.architecture.model_shape import ModelShape, read_shape
 from workflow.lib.planning.machine import (
     Machine,
@@ -119,7 +120,8 @@ def check_model(
             check_context(run.data.seq_len, context)
         shape = read_shape(description) if description.is_file() else None
         if shape is None or shape.config_sha256 != file_sha256(path):
-            shape = describe(path) if describe and run.lora.names_modules else None
+            named = run.lora.names_modules or run.quantize.keep
+            shape = describe(path) if describe and named else None
         if shape is not None:
             check_settings(run, shape, config, trains_here=False)
     except UserError as error:
@@ -152,6 +154,7 @@ def check_settings(
     elif run.hardware.gpus == "auto":
         router_aux_loss_coef(run, shape)
         target_ranks(run, shape)
+        checked_linears(run.quantize, shape.linear_paths())
         return
     else:
         machine = asked_machine(*requested_processes(run.hardware), run.hardware.nodes)
