@@ -137,7 +137,7 @@ def server_questions(
     numbers = [sample.document for sample in evaluation.samples]
     return ServerQuestions.of(
         documents,
-        [found.document for found in evaluation.heldout.per_document],
+        [loss.document for loss in evaluation.heldout.per_document],
         prompts=choose_prompts(documents, numbers, count=len(numbers), seed=0),
         folder=exported,
         most=EvaluateConfig.model_validate(args.config["evaluate"]).max_new_tokens,

@@ -124,7 +124,7 @@ def checked(served: Served, probes: Sequence[Probe], *, tokens: Path) -> list[Gg
             )
     model = served.load()
     reference = Reference.by(model, tokenizer, questions)
-    found = []
+    comparisons = []
     for name, path in served.files.items():
         bounds: Any = {"bound": BOUNDS[name], "rounded": True, "setting": f"export.gguf = {name}"}
         comparison = Comparison(LlamaCppServer.name, questions, reference, results[name], **bounds)
@@ -148,8 +148,8 @@ def checked(served: Served, probes: Sequence[Probe], *, tokens: Path) -> list[Gg
             equal_answers=comparison.equal_answers(tokenizer),
         )
         log_result(file)
-        found.append(file)
-    return found
+        comparisons.append(file)
+    return comparisons
 
 
 def server_questions(served: Served, tokens: Path) -> ServerQuestions:
