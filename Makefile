@@ -56,13 +56,13 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/snakefmt --check Snakefile workflow/rules
+	$(BIN)/snakefmt --check Snakefile workflow/Snakefile workflow/rules
 	PATH="$(CURDIR)/$(BIN):$$PATH" snakemake --lint
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/snakefmt Snakefile workflow/rules
+	$(BIN)/snakefmt Snakefile workflow/Snakefile workflow/rules
 
 # Asks pypi.org for known vulnerabilities of every pinned version; where that cannot be asked it says that it did not.
 # A mirror may know packages but no versions: pip-audit then skips every pin and finds nothing, unless it is strict.

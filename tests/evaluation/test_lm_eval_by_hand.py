@@ -22,6 +22,7 @@ from tests.support.forked_stage import forked_stage
 from tests.support.preloaded_python import SETTLED, preloaded_python
 from tests.support.tiny_export import tiny_adapter
 from workflow.lib.checkpoints.adapter import Adapter
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.tokenizer import load_tokenizer
 from workflow.lib.evaluation.lm_eval_tasks import load_tasks, run_tasks
 from workflow.lib.evaluation.task_files import OFFLINE, SINGLE_PROCESS
@@ -106,7 +107,7 @@ def measured(tmp_path_factory):
 
     def loaded():
         return load_base(
-            folder / "base",
+            Checkpoint(folder / "base"),
             device=torch.device("cpu"),
             compute_dtype=torch.float32,
             attention="sdpa",

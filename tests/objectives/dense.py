@@ -24,7 +24,7 @@ class TokenTable:
         rows, seq_len = store.input_ids.shape
         self.log_probs = logits.log_softmax(dim=-1).view(rows, seq_len, -1)
         self.store = store
-        self.scores = store.scores.of_rows(range(rows))
+        self.scores = store.scores.for_rows(range(rows))
         number = np.full((rows, seq_len), -1)
         number[store.loss_mask] = np.arange(store.loss_mask.sum())
         self._number = number

@@ -25,7 +25,7 @@ def test_scores_of_rows_come_in_the_order_of_the_rows(tmp_path: Path, top_k: int
     ends = np.cumsum(tokens.trained_tokens_per_row)
     begins = ends - tokens.trained_tokens_per_row
     wanted = np.concatenate([np.arange(begins[row], ends[row]) for row in (7, 0, 4)])
-    found = store.of_rows([7, 0, 4])
+    found = store.for_rows([7, 0, 4])
     for name in Scores._fields:
         expected, array = getattr(every["train"], name), getattr(found, name)
         if expected is None:
@@ -46,7 +46,7 @@ def test_scores_of_a_held_out_document_are_those_of_its_trained_tokens(tmp_path:
 def test_no_rows_have_no_scores(tmp_path: Path) -> None:
     tokens = tokens_of(random_store(rows=2, seq_len=32))
     written(tmp_path / "scores", tokens, top_k=3)
-    found = ScoreStore.open(tmp_path / "scores", tokens=tokens, top_k=3).of_rows([])
+    found = ScoreStore.open(tmp_path / "scores", tokens=tokens, top_k=3).for_rows([])
     assert found.top_ids is not None
     assert found.top_ids.shape == (0, 3)
 

@@ -50,7 +50,7 @@ def log_probs(folder: Path, scores: Path, *, top_k: int = 0) -> torch.Tensor:
     """Return the log-probabilities of training rows, then of held-out documents."""
     store = ScoreStore.open(scores, tokens=TokenStore.open(folder / "tokens"), top_k=top_k)
     heldout = [store.heldout(number) for number in range(len(HELDOUT))]
-    parts = [store.of_rows(range(len(TRAINED))), *heldout]
+    parts = [store.for_rows(range(len(TRAINED))), *heldout]
     return torch.from_numpy(np.concatenate([part.log_probs for part in parts]))
 
 

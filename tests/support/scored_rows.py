@@ -71,7 +71,7 @@ class DrawnScores:
         self._log_probs = -3 * draw.random(loss_mask.shape).astype(np.float32)
         self._teaches = top_k > 0
 
-    def of_rows(self, indices: Iterable[int]) -> Scores:
+    def for_rows(self, indices: Iterable[int]) -> Scores:
         rows = list(indices)
         mask = self._mask[rows]
         if not self._teaches:
@@ -85,7 +85,7 @@ class DrawnScores:
         row, span = spans[number]
         before = int(self._mask[row, : span.start].sum())
         here = slice(before, before + int(self._mask[row, span].sum()))
-        return Scores(*(None if x is None else x[here] for x in self.of_rows([row])))
+        return Scores(*(None if x is None else x[here] for x in self.for_rows([row])))
 
 
 def spans_of(lengths: Sequence[int]) -> list[slice]:
@@ -105,7 +105,7 @@ class GivenScores:
         if log_probs is not None:
             self._of[loss_mask] = log_probs
 
-    def of_rows(self, indices: Iterable[int]) -> Scores:
+    def for_rows(self, indices: Iterable[int]) -> Scores:
         rows = list(indices)
         return Scores(self._of[rows][self._mask[rows]])
 

@@ -187,7 +187,7 @@ class _ScoresOfStart:
                 by_row.append(training.head_loss.log_probs(states, batch.targets).cpu().numpy())
         return cls(by_row)
 
-    def of_rows(self, indices: Iterable[int]) -> Scores:
+    def for_rows(self, indices: Iterable[int]) -> Scores:
         return Scores(np.concatenate([self._by_row[int(row)] for row in indices]))
 
 

@@ -108,8 +108,8 @@ def test_linear_without_adapter_is_multiplied_in_8_bits_too(tmp_path):
         (of_x,) = torch.autograd.grad(y, x, grad)
     expected = expected_value(x.reshape(-1, IN), layer, float8=True)
     torch.testing.assert_close(y.flatten(0, 1).double(), expected, rtol=1e-5, atol=1e-4)
-    of_rows = expected_gradient(grad.reshape(-1, OUT), layer, float8=True)
-    torch.testing.assert_close(of_x.flatten(0, 1).double(), of_rows, rtol=1e-5, atol=1e-4)
+    for_rows = expected_gradient(grad.reshape(-1, OUT), layer, float8=True)
+    torch.testing.assert_close(of_x.flatten(0, 1).double(), for_rows, rtol=1e-5, atol=1e-4)
 
 
 def test_linears_that_share_their_input_share_its_rounded_copy(tmp_path, monkeypatch):

@@ -110,7 +110,7 @@ class ScoreStore:
             )
         return cls(manifest, {split: _opened(folder, manifest, split, tokens) for split in SPLITS})
 
-    def of_rows(self, indices: Iterable[int]) -> Scores:
+    def for_rows(self, indices: Iterable[int]) -> Scores:
         """Return the scores of the trained tokens of these training rows, in this order."""
         return self._splits["train"].of(indices)
 

@@ -146,7 +146,7 @@ def stored_batch(
         batch = replace(batch, shared=SharedPrompts.of(batch.position_ids.numpy()))
     if store.examples != "texts":
         batch = with_examples(batch, desirable)
-    return batch if store.scores is None else with_scores(batch, [store.scores.of_rows(rows)])
+    return batch if store.scores is None else with_scores(batch, [store.scores.for_rows(rows)])
 
 
 def _filled(
