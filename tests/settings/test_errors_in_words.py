@@ -34,7 +34,8 @@ from workflow.lib.system.errors import UserError, as_yaml
         (
             {"quantize": {"zzz": 1}},
             "quantize.zzz",
-            "Valid keys: block_size, double_quant, method, calibration_tokens, calibration_text.",
+            "Valid keys: block_size, double_quant, method, keep, "
+            "calibration_tokens, calibration_text.",
         ),
     ],
 )

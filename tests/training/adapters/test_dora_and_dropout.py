@@ -110,7 +110,7 @@ def test_row_of_zeros_that_dora_cannot_scale_is_named(tmp_path):
     base = quantized(source, tmp_path / "nf4")
     said = refusal(adapted, base, use_dora=True)
     assert said.startswith(
-        "lora.use_dora = true: row 7 of model.layers.1.self_attn.o_proj is zero in the NF4 base"
+        "lora.use_dora = true: row 7 of model.layers.1.self_attn.o_proj is zero in the base"
     )
     assert "leave o_proj out of lora.target_modules" in said
     adapted(base, use_dora=True, target_modules=["q_proj"])
