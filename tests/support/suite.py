@@ -21,12 +21,13 @@ SHARE = 0.31  # of the time of everything, for `make test`; imports make it 40%
 # Three processes on two cores for 7.5 minutes (imports take two more), and 240 s of tests in files
 # of `ALWAYS` that are slow themselves.
 MOST_S = 1590.0
-# One run of the whole workflow, its graph, and one family of each kind: of every change, however
-# long they take.
+# One run of the whole workflow, its graph, one family of each kind, and the figures of the house:
+# of every change, however long they take.
 ALWAYS = (
     "tests/workflow/test_run.py",
     "tests/workflow/test_dag.py",
     "tests/training/test_families.py",
+    "tests/project/test_house.py",
 )
 
 
