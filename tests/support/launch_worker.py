@@ -18,7 +18,7 @@ import torch.distributed
 
 from tests.support.plans import make_forecast
 from workflow.lib.distributed.heartbeat import Pulse
-from workflow.lib.distributed.world import die_with_parent, process_group
+from workflow.lib.distributed.world import die_with_launcher, process_group
 from workflow.lib.system.errors import BatchMemoryError
 from workflow.lib.training.failure_causes import explained
 from workflow.scripts.command import run, stage_parser
@@ -147,7 +147,7 @@ def fail_beside_a_collective(rank: int, folder: Path, *, device: str) -> None:
 
 
 def tell_process_id(rank: int, folder: Path) -> None:
-    die_with_parent()
+    die_with_launcher()
     (folder / f"{rank}.part").write_text(str(os.getpid()))
     (folder / f"{rank}.part").rename(folder / str(rank))
     time.sleep(LONG_S)

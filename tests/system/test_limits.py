@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 from tokenizers import Tokenizer, models, normalizers
 
@@ -159,3 +160,22 @@ def test_interrupt_ends_a_pool_whose_work_ignores_it(tmp_path):
     process.begun.wait()
     os.killpg(process.process.pid, signal.SIGINT)
     assert process.end() == (0, "raised KeyboardInterrupt: ")
+
+
+def watch_and_wait(begun):
+    with limits.watched(print):
+        begun.set()
+        signal.pause()
+
+
+def test_suspended_watcher_ends_with_its_stage():
+    begun = FORK.Event()
+    stage = FORK.Process(target=watch_and_wait, args=(begun,))
+    stage.start()
+    assert begun.wait(HANG_S)
+    (watcher,) = psutil.Process(stage.pid).children()
+    watcher.suspend()
+    stage.kill()
+    stage.join()
+    _, alive = psutil.wait_procs([watcher], timeout=HANG_S)
+    assert alive == []

@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from tests.support.preloaded_python import SETTLED, preloaded_python
 from tests.support.refusals import refusal
 from workflow.lib.distributed.stop_signals import SIGNALS
-from workflow.lib.distributed.world import die_with_parent
+from workflow.lib.distributed.world import die_with_launcher
 from workflow.lib.system.environment import LAUNCHER_VARIABLE
 from workflow.lib.system.errors import BatchMemoryError, StoppedError, UserError
 from workflow.lib.training.launch import (
@@ -268,7 +268,7 @@ def test_worker_whose_launcher_died_before_it_could_ask_for_that_ends():
             failed = 1
             try:
                 os.environ[LAUNCHER_VARIABLE] = str(launcher)
-                die_with_parent()
+                die_with_launcher()
                 failed = 0
             finally:
                 os._exit(failed)

@@ -3,12 +3,12 @@
 import argparse
 from pathlib import Path
 
-from workflow.lib.distributed.world import die_with_parent
+from workflow.lib.distributed.world import die_with_launcher
 from workflow.scripts.command import run, stage_parser
 
 
 def main(args: argparse.Namespace) -> None:
-    die_with_parent()
+    die_with_launcher()
     from workflow.benchmark.peer_trl import measure  # its packages are optional: envs/peers.txt
 
     measure(args.job, args.output)

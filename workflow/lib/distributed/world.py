@@ -1,9 +1,7 @@
 """The processes of a run: how a torchrun worker joins the others, and ends with its launcher."""
 
-import ctypes
 import datetime
 import os
-import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,11 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from workflow.lib.kernels.op import DECISION, Decision
 from workflow.lib.model.loss.vocabulary_slices import vocabulary_slices
-from workflow.lib.system.environment import LAUNCHER_VARIABLE
+from workflow.lib.system.environment import LAUNCHER_VARIABLE, die_with_parent
 
 ValueT = TypeVar("ValueT")
-
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True)
@@ -63,7 +59,7 @@ def process_group(
     (NCCL would wait), when the process has to end. device_type: `cuda` (NCCL) or `cpu` (gloo);
     shard_size: neighbours that share a copy, None: all. The process dies with its launcher.
     Collective."""
-    die_with_parent()
+    die_with_launcher()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device(device_type)
     if device_type == "cuda":
@@ -106,12 +102,10 @@ def vocabulary_mesh(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh]:
     return mesh, mesh["vocabulary"]
 
 
-def die_with_parent() -> None:
-    """Let the kernel kill this process when its parent dies (torchrun's workers have their own
-    sessions); exit if it is already dead."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.environ.get(LAUNCHER_VARIABLE, str(os.getppid())) != str(os.getppid()):
-        os.kill(os.getpid(), signal.SIGKILL)
+def die_with_launcher() -> None:
+    """Let the kernel kill this process when its launcher dies (torchrun's workers have their own
+    sessions)."""
+    die_with_parent(int(os.environ.get(LAUNCHER_VARIABLE, os.getppid())))
 
 
 def largest_of_all(counts: Sequence[int], *, world: World) -> list[int]:

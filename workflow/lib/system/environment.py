@@ -4,9 +4,11 @@ run.
 Slurm starts one launcher per node (`srun --ntasks-per-node=1`), and its environment names the node.
 The step starts on the first node, so the workers meet at its address."""
 
+import ctypes
 import gc
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +18,7 @@ from pathlib import Path
 from workflow.lib.system.errors import setting_error
 
 SOURCES = Path(__file__).parents[3]  # the workflow's folder, or that of installed packages
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LAUNCHER_VARIABLE = "FINETUNE_LAUNCHER"  # process id of a worker's launcher
 
 
@@ -99,3 +102,11 @@ def find_node(nodes: int, environment: Mapping[str, str]) -> RunNode:
         port=FIRST_PORT + job % PORTS,
         run_id=str(job),
     )
+
+
+def die_with_parent(parent: int) -> None:
+    """Let the kernel kill this process when its parent dies, also a suspended one; end it if
+    process `parent` has died already."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)

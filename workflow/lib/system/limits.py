@@ -25,6 +25,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NoReturn, Self
 
+from workflow.lib.system.environment import die_with_parent
 from workflow.lib.system.errors import UserError
 
 # Of one conversation or task item, which takes a millisecond and some kilobytes; rows have at most
@@ -214,6 +215,7 @@ class _Start:
 
 def _watch(memory: mmap.mmap, stage: int, report: Callable[[str], None]) -> NoReturn:
     try:
+        die_with_parent(stage)
         watcher = _Watcher(memory, stage, report)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
         watcher.run()
