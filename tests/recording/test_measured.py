@@ -14,7 +14,7 @@ KINDS = (
     ("8b_kept", "3a56d7c"),
     ("8b_grad_op", "3a56d7c"),
     ("70b_rows_4", "3a56d7c"),
-    ("70b_offloaded", "3a56d7c"),
+    ("llama2-70b-2x24gb", "5541524"),
     ("moe_shard_grad_op", "5d4797b"),
     ("moe_float8_no_recomputation", "5d4797b"),
     ("h100_8b_float8_no_recomputation", "7ba77b7"),
