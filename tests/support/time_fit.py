@@ -1,6 +1,7 @@
 """How rates were fitted to measured steps (`tests.support.recorded_work`), and how well.
 
-`python -m tests.support.time_fit` prints fitted and shipped rates, and the table of predictions.md.
+`python -m tests.support.time_fit` prints fitted and shipped rates, and writes the table of errors
+anew into workflow/docs/predictions.md.
 Each step is one equation for twenty-two rates, so the fit starts from the shipped
 ones, is pulled to them, and a large error counts linearly."""
 
@@ -11,9 +12,11 @@ from statistics import median, quantiles
 import numpy as np
 from scipy.optimize import least_squares
 
+from tests.support.pages import DOCS, with_part
 from tests.support.recorded_work import Step, measured_steps
 from workflow.lib.planning.timing.rates import MEASURED, Rates
 
+PAGE = DOCS / "predictions.md"
 USUAL_ERROR, PULL = 0.03, 0.5
 # Of all kinds of GPUs, and of each.
 COMMON = (
@@ -71,6 +74,8 @@ def fitted(steps: list[Step]) -> dict[str, Rates]:
 
 
 def main() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(with_part(page, "errors", table()), encoding="utf-8")
     steps = measured_steps()
     for gpu, rates in fitted([x for x in steps if not x.plan.offload_layers]).items():
         print(gpu)
@@ -78,7 +83,6 @@ def main() -> None:
             print(f"  {name}: {getattr(rates, name):.3g} ({getattr(MEASURED[gpu], name):.3g})")
         for kind, rate in rates.flops.items():
             print(f"  {kind}: {rate / 1e12:.3g}e12 ({MEASURED[gpu].flops[kind] / 1e12:.3g}e12)")
-    print(table())
     for step in sorted(steps, key=lambda x: -abs(x.error())):
         print(f"{step.error():+.1%} {1e3 * step.measured_s:.1f} ms {step.label}")
 
