@@ -1,7 +1,7 @@
 """A calibrated base of every kind of family: what it records of whole models, and how it goes on
 after a kill."""
 
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,6 +20,7 @@ from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.meta_model import auto_class
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.export.stock_models import load_base
+from workflow.lib.model.architecture.kept_linears import kept_linears
 from workflow.lib.quantization import calibrated_base
 from workflow.lib.quantization.calibrated_base import (
     BATCH_TOKENS,
@@ -125,17 +126,26 @@ def test_recorded_losses_are_those_of_the_whole_models_after_a_kill(tmp_path, mo
         assert found == pytest.approx(losses(model), rel=ROUNDING)
 
 
-def test_kept_linears_stay_and_the_others_are_calibrated_after_them(tmp_path):
-    original = tiny_llama(tmp_path / "original", vocab_size=VOCAB)
-    settings = SETTINGS.model_copy(update={"keep": ("down_proj", r"layers\.1")})
+@pytest.mark.parametrize(
+    ("make", "keep", "left"),
+    [
+        (tiny_llama, ("down_proj", r"layers\.1"), 12),
+        (partial(tiny_mixture, "qwen3_moe"), ("experts.down_proj", r"layers\.1.mlp"), 9),
+    ],
+)
+def test_kept_weights_stay_and_the_others_are_calibrated_after_them(tmp_path, make, keep, left):
+    original = make(tmp_path / "original", vocab_size=VOCAB)
+    settings = SETTINGS.model_copy(update={"keep": keep})
     recorded = calibrate(original, tmp_path / "base", settings)
     base = Checkpoint(tmp_path / "base")
     model = load_base(base, device=CPU, compute_dtype=torch.float32, attention="eager")
     assert recorded.calibrated == pytest.approx(losses(model), rel=ROUNDING)
-    with base.stored() as stored, Checkpoint(original).stored() as source:
-        kept = [name for name in source.names() if "down_proj" in name or ".layers.1." in name]
+    with base.stored() as stored, Checkpoint(original).weights() as source:
+        kept = [name for name in source.names() if kept_linears(keep, [name])]
         assert all(torch.equal(stored.tensor(name), source.tensor(name)) for name in kept)
-        assert len([name for name in stored.names() if name.endswith("bitsandbytes__nf4")]) == 12
+        codes = [name for name in stored.names() if name.endswith("bitsandbytes__nf4")]
+        assert len(codes) == left
+        assert not kept_linears(keep, codes)
 
 
 def kill_before_last_layer(original, target, monkeypatch):

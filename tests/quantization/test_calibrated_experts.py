@@ -14,6 +14,7 @@ from workflow.lib.quantization.layer_inputs import Counted, ExpertTokens, expert
 from workflow.lib.settings.config import QuantizeConfig
 
 PLAIN = QuantizeConfig(double_quant=False)
+STACKS = ("e.gate_up_proj", "e.up_proj", "e.down_proj")
 
 
 def experts_of(family, folder):
@@ -50,7 +51,7 @@ def test_expert_is_rounded_as_a_linear_that_sees_its_tokens(family, tmp_path):
     experts = experts_of(family, tmp_path)
     tokens = tokens_for(experts, count=1500)
     before = {name: stack.expert(2) for name, stack in loaded_stacks(experts).items()}
-    list(quantize_experts(experts, tokens, PLAIN, path="e"))
+    list(quantize_experts(experts, tokens, PLAIN, path="e", paths=STACKS))
     (up, first), (down, second) = loaded_stacks(experts).items()
     rows = tokens.states[(tokens.chosen == 2).any(1)]
     assert len(rows) > 96
@@ -84,7 +85,7 @@ def test_expert_without_any_token_is_calibrated_by_those_of_others_and_told(tmp_
     tokens = tokens_for(experts, count=300)
     tokens.chosen[tokens.chosen == 2] = 1
     weight = next(iter(loaded_stacks(experts).values())).expert(2)
-    name, _ = next(quantize_experts(experts, tokens, PLAIN, path="e"))
+    name, _ = next(quantize_experts(experts, tokens, PLAIN, path="e", paths=STACKS))
     assert "e: 1 of 3 experts got fewer than 16 tokens" in caplog.text
     spread = tokens.states[torch.arange(16) * 300 // 16]
     ours = loaded_stacks(experts)[name].expert(2)
@@ -104,9 +105,13 @@ def test_only_tokens_that_count_calibrate(tmp_path):
 def test_tokens_go_through_an_expert_in_parts(tmp_path, monkeypatch):
     whole, parts = (experts_of("qwen3_moe", tmp_path / name) for name in ("whole", "parts"))
     tokens = tokens_for(whole, count=900)
-    _, one = (packed for _, packed in quantize_experts(whole, tokens, PLAIN, path="e"))
+    _, one = (
+        packed for _, packed in quantize_experts(whole, tokens, PLAIN, path="e", paths=STACKS)
+    )
     monkeypatch.setattr("workflow.lib.quantization.layer_inputs.TOKENS_AT_ONCE", 37)
-    _, other = (packed for _, packed in quantize_experts(parts, tokens, PLAIN, path="e"))
+    _, other = (
+        packed for _, packed in quantize_experts(parts, tokens, PLAIN, path="e", paths=STACKS)
+    )
     same = one.codes == other.codes
     assert same.float().mean() > 0.98, "sums in another order"
 
@@ -121,5 +126,5 @@ def test_no_more_than_one_expert_is_rounded_at_a_time(tmp_path, monkeypatch):
         return whole(weight, *others, **named)
 
     monkeypatch.setattr(calibrated_experts, "codes_with_feedback", looked)
-    list(quantize_experts(experts, tokens_for(experts, count=200), PLAIN, path="e"))
+    list(quantize_experts(experts, tokens_for(experts, count=200), PLAIN, path="e", paths=STACKS))
     assert shapes == {(96, 64), (64, 48)}

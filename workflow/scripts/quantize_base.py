@@ -71,7 +71,6 @@ def main(args: argparse.Namespace) -> None:
     device = choose_device()
     partial = args.output.with_name(f".{args.output.name}.partial")
     if method == "calibrated":
-        weights.check_calibrated(settings)
         total_bytes, calibration, hashes = calibrated(
             args, partial, original, weights, settings, device
         )

@@ -333,7 +333,8 @@ def write_calibrated(
         "calibrating %d layers with %d tokens; %d held-out documents show what 4 bits cost",
         len(stream.layers), tokens, len(measured),
     )  # fmt: skip
-    calibration = Calibration(stream, rows, measured, settings, linears=inputs.weights.linears)
+    paths = {*inputs.weights.linears, *inputs.weights.stacks}
+    calibration = Calibration(stream, rows, measured, settings, paths=paths)
     hidden = calibrated_layers(calibration, stream, folder, settings, fingerprint=fingerprint)
     facts = CalibrationFacts(tokens=tokens, heldout=_heldout_losses(calibration, hidden))
     total_bytes = _write_files(folder, inputs, settings, stream)

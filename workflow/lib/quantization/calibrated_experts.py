@@ -5,7 +5,7 @@ stack's (`nf4_codes`). So all experts get their scales first, and then their cod
 gets the 4-bit output of the first. One expert at a time is on the device in fp32."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,10 +78,15 @@ def loaded_stacks(experts: nn.Module) -> dict[str, LoadedStack]:
 
 
 def quantize_experts(
-    experts: nn.Module, tokens: ExpertTokens, settings: QuantizeConfig, *, path: str
+    experts: nn.Module,
+    tokens: ExpertTokens,
+    settings: QuantizeConfig,
+    *,
+    path: str,
+    paths: Collection[str],
 ) -> Iterator[tuple[str, PackedStack]]:
-    """Yield name and codes of both stacks of an experts module (`path`, for errors), and replace
-    the weights by decoded ones. Raises `UserError` if a weight is not finite."""
+    """Yield name and codes of the stacks in `paths` of an experts module at `path`, and replace the
+    weights by decoded ones. Raises `UserError` if a weight is not finite."""
     device = next(experts.parameters()).device
     (up, first), (down, second) = loaded_stacks(experts).items()
     enough = enough_tokens(first.shape[2])
@@ -99,7 +104,8 @@ def quantize_experts(
         (up, first, lambda number: states(number, first)),
         (down, second, products),
     ):
-        yield name, _quantize_stack(stack, inputs, settings, what=f"{path}.{name}")
+        if (stack_path := f"{path}.{name}") in paths:
+            yield name, _quantize_stack(stack, inputs, settings, what=stack_path)
 
 
 def _between(experts: nn.Module, number: int, states: torch.Tensor) -> torch.Tensor:

@@ -59,12 +59,12 @@ class Calibration:
         measured: list[Batch],
         settings: QuantizeConfig,
         *,
-        linears: Collection[str],
+        paths: Collection[str],
     ) -> None:
-        """linears: paths of those to quantize; of experts all are quantized."""
-        self._linears = linears
+        """paths: of the linears and stacks to quantize; all others stay in 16 bits."""
+        self._paths = paths
         self._stream, self._settings = stream, settings
-        self._outside = _Outside(stream, linears, settings)
+        self._outside = _Outside(stream, paths, settings)
         self.batches = {ROWS: rows}
         """Batches of the calibration rows, and of the measured documents for each model."""
         for model in MODELS:
@@ -78,7 +78,8 @@ class Calibration:
     def quantize(self, number: int, hidden: Hidden) -> QuantizedLayer:
         """Quantize a layer; `hidden` then holds its output."""
         with self._stream.loaded(number) as layer:
-            parts = quantized_modules(layer, self._linears, prefix=self._stream.prefixes[number])
+            prefix = self._stream.prefixes[number]
+            parts = quantized_modules(layer, self._paths, prefix=prefix)
             originals = [(weight, _put_aside(weight)) for weight in _weights(parts)]
             self._run(number, hidden, ORIGINAL)
             result = QuantizedLayer()
@@ -88,8 +89,8 @@ class Calibration:
             self._run(number, hidden, CALIBRATED)
             for weight, original in originals:
                 weight.copy_(original)
-            for part in parts.values():
-                put_absmax_(part, self._settings)
+            for path, part in parts.items():
+                put_absmax_(part, self._settings, path=f"{prefix}.{path}", paths=self._paths)
             self._run(number, hidden, ABSMAX)
         return result
 
@@ -103,7 +104,10 @@ class Calibration:
         for path in [path for path in parts if path not in linears]:
             name, runs = f"{self._stream.prefixes[number]}.{path}", self._runs(number, hidden)
             tokens = expert_tokens(name, parts[path], runs)
-            for stack, packed in quantize_experts(parts[path], tokens, self._settings, path=name):
+            experts = quantize_experts(
+                parts[path], tokens, self._settings, path=name, paths=self._paths
+            )
+            for stack, packed in experts:
                 result.stacks[f"{path}.{stack}"] = packed
 
     def _quantize_linears(
@@ -150,14 +154,14 @@ class _Outside:
     or as the base stores them: in bitsandbytes' codes by both methods."""
 
     def __init__(
-        self, stream: LayerStream, linears: Collection[str], settings: QuantizeConfig
+        self, stream: LayerStream, paths: Collection[str], settings: QuantizeConfig
     ) -> None:
         modules = stream.model.named_modules()
-        outside_linears = [x for path, x in modules if isinstance(x, nn.Linear) and path in linears]
-        self._weights = [linear.weight for linear in outside_linears]
+        linears = {path: x for path, x in modules if isinstance(x, nn.Linear) and path in paths}
+        self._weights = [linear.weight for linear in linears.values()]
         self._originals = [weight.detach().clone() for weight in self._weights]
-        for linear in outside_linears:
-            put_absmax_(linear, settings)
+        for path, linear in linears.items():
+            put_absmax_(linear, settings, path=path, paths=paths)
         self._stored = [weight.detach().clone() for weight in self._weights]
 
     @torch.no_grad()
@@ -207,15 +211,20 @@ def document_losses(
 
 
 def quantized_modules(
-    layer: nn.Module, linears: Collection[str], *, prefix: str
+    layer: nn.Module, paths: Collection[str], *, prefix: str
 ) -> dict[str, nn.Module]:
-    """Return linears (of `linears`) and experts of a layer at `prefix`, by path in the layer."""
+    """Return the linears in `paths`, and experts with a stack in it, of a layer at `prefix`, by
+    path in the layer."""
     modules: dict[str, nn.Module] = {
         path: module
         for path, module in layer.named_modules()
-        if isinstance(module, nn.Linear) and f"{prefix}.{path}" in linears
+        if isinstance(module, nn.Linear) and f"{prefix}.{path}" in paths
     }
-    return modules | dict(experts_modules(layer))
+    return modules | {
+        path: experts
+        for path, experts in experts_modules(layer)
+        if any(f"{prefix}.{path}.{name}" in paths for name in loaded_stacks(experts))
+    }
 
 
 def _weights(parts: dict[str, nn.Module]) -> Iterator[torch.Tensor]:
@@ -231,12 +240,16 @@ def _put_aside(weight: torch.Tensor) -> torch.Tensor:
     return weight.clone() if weight.dim() == 2 else weight.detach().to("cpu", copy=True)
 
 
-def put_absmax_(part: nn.Module, settings: QuantizeConfig) -> None:
-    """Replace the weights of a linear or of experts by those decoded from bitsandbytes' codes."""
+def put_absmax_(
+    part: nn.Module, settings: QuantizeConfig, *, path: str, paths: Collection[str]
+) -> None:
+    """Replace the weights of a linear, or the stacks in `paths` of experts at `path`, by those
+    decoded from bitsandbytes' codes."""
     if isinstance(part, nn.Linear):
         rounded = round_absmax(part.weight.float(), settings)
         part.weight.copy_(decode(rounded, block_size=settings.block_size))
         return
-    for stack in loaded_stacks(part).values():
-        for number, weight in enumerate(absmax_experts(stack, settings)):
-            stack.replace_(number, weight)
+    for name, stack in loaded_stacks(part).items():
+        if f"{path}.{name}" in paths:
+            for number, weight in enumerate(absmax_experts(stack, settings)):
+                stack.replace_(number, weight)

@@ -60,7 +60,6 @@ class BaseWeights:
     linears: dict[str, tuple[int, int]]  # in NF4: path and shape (out, in)
     stacks: dict[str, ExpertStack]  # in NF4
     kept: frozenset[str]  # paths in 16 bits
-    kept_linears: frozenset[str]  # of these the linears, without experts
     in_16_bits: list[str]
     """Transformers' `llm_int8_skip_modules`; empty for the output head alone."""
 
@@ -75,19 +74,8 @@ class BaseWeights:
             {path: shape for path, shape in linears.items() if path not in kept},
             {path: stack for path, stack in stacks.items() if path not in kept},
             kept,
-            kept & linears.keys(),
             skipped_modules(model, kept),
         )
-
-    def check_calibrated(self, settings: QuantizeConfig) -> None:
-        """Raise `UserError` for kept experts: calibration rounds all of a layer's together."""
-        if experts := [path for path in sorted(self.kept) if path not in self.kept_linears]:
-            raise setting_error(
-                "quantize.keep",
-                list(settings.keep),
-                f"it keeps experts ({experts[0]}), and calibration rounds all experts of a layer",
-                "Set quantize.method to absmax, or keep linears outside of the experts alone",
-            )
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
