@@ -11,8 +11,8 @@ from tests.support.models import quantized, tiny_llama
 from tests.support.packed_checkpoints import integer_checkpoint
 from tests.system.test_checksums import recorded_as_download
 from workflow.lib.checkpoints.checkpoint import Checkpoint
-from workflow.lib.export.narrow_model import write_narrow_adapter
 from workflow.lib.export.stock_models import load_base
+from workflow.lib.export.trial import write_narrow_adapter
 from workflow.lib.model.describe_model import describe_checkpoint
 from workflow.lib.quantization.nf4_checkpoint import write_plain_base
 from workflow.lib.settings.config import QuantizeConfig

@@ -8,8 +8,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.support.models import tiny_llama
-from workflow.lib.checkpoints.checkpoint import Checkpoint
-from workflow.lib.checkpoints.loaded_files import loaded_tensors
+from workflow.lib.checkpoints.checkpoint import Checkpoint, loaded_tensors
 from workflow.lib.checkpoints.safetensors_reader import check_whole
 from workflow.lib.system.errors import UserError
 

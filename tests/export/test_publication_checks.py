@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from workflow.lib.export.publication_checks import CHUNK, obstacles, private_folders
+from workflow.lib.export.publishing import CHUNK, obstacles, private_folders
 
 PRIVATE = [
     "/mnt/client/models/acme",

@@ -32,7 +32,7 @@ def test_delta_rule_is_captured_as_a_graph():
     leaves = [x.requires_grad_() for x in given]
 
     def step():
-        output = gated_delta_rule(*leaves, normalize=True)
+        output = gated_delta_rule(*leaves, True)
         return output, *torch.autograd.grad(output, leaves, torch.ones_like(output))
 
     step()

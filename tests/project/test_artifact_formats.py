@@ -24,7 +24,7 @@ OTHERS_FORMATS = {
         "lib/export/conversions.py",
         "lib/export/extended_model.py",
         "lib/export/gguf_files.py",
-        "lib/export/narrow_model.py",
+        "lib/export/trial.py",
         "lib/quantization/nf4_checkpoint.py",
         "lib/system/files.py",
         "scripts/quantize_base.py",

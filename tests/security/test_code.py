@@ -14,8 +14,7 @@ import torch
 
 from tests.support.models import tiny_llama
 from tests.support.tiny import tiny_tokenizer
-from workflow.lib.checkpoints.checkpoint import Checkpoint
-from workflow.lib.checkpoints.loaded_files import loaded_tensors
+from workflow.lib.checkpoints.checkpoint import Checkpoint, loaded_tensors
 from workflow.lib.checkpoints.safetensors_reader import shard_of_tensor
 from workflow.lib.checkpoints.tokenizer import load_tokenizer
 from workflow.lib.model.describe_model import describe_checkpoint

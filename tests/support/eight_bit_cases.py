@@ -4,14 +4,14 @@ compiled on a GPU; each beside what `eight_bits.matmul` computes on a CPU."""
 import torch
 from bitsandbytes.functional import QuantState, quantize_4bit
 
-from workflow.lib.kernels.eight_bits import matmul, rounded_weight, rounding
+from workflow.lib.kernels.eight_bits import matmul, rounding
 from workflow.lib.kernels.eight_bits.matmul import (
     RoundedWeight,
     decoded,
     eight_bit_matmul,
+    round_weight,
     row_scales,
 )
-from workflow.lib.kernels.eight_bits.rounded_weight import round_weight
 from workflow.lib.kernels.eight_bits.rounding import FLOAT8, Rounded, rounded, unfilled
 from workflow.lib.kernels.nf4.decode import NF4Data
 
@@ -82,7 +82,7 @@ def _rounded_weights(*, dtype: torch.dtype, device: str) -> Pairs:
         own = scales if transposed else scales[:, 7:149]
         expected = round_weight(part, own, transposed=transposed)
         given = (part.to(device), own.to(device)) if device != "cpu" else (part, own)
-        op = rounded_weight.weight_columns if transposed else rounded_weight.weight_rows
+        op = matmul.weight_columns if transposed else matmul.weight_rows
         made = op.kernel(*given, dtype)
         pairs.append((made, expected))
     return pairs

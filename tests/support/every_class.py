@@ -25,8 +25,7 @@ from tests.support.models import quantized
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.meta_model import TABLES
 from workflow.lib.distributed.world import process_group
-from workflow.lib.export.narrow_model import narrow_, shorten_
-from workflow.lib.export.trial import try_exports
+from workflow.lib.export.trial import narrow_, shorten_, try_exports
 from workflow.lib.model.describe_model import describe_checkpoint
 from workflow.lib.system.errors import UserError
 

@@ -83,15 +83,13 @@ def sums(*, columns: int, rank: int, num_tokens: int, dtype: torch.dtype, device
         left = torch.randn(num_tokens * TOP_K, rank + 2, generator=draw).to(dtype)
         num_rows = num_tokens * (1 if by_token else TOP_K)
         right = torch.randn(num_rows, columns, generator=draw).to(dtype)
-        expected = weights_matmul(
-            left.float(), Rows(right.float(), by_token), plain, scale=0.5,
-            out=torch.empty(EXPERTS, rank, columns),
-        )  # fmt: skip
+        empty, own = torch.empty(EXPERTS, rank, columns), Rows(right.float(), by_token)
+        expected = weights_matmul(empty, left.float(), own, plain, 0.5)
         moved = (left.to(device), Rows(right.to(device), by_token), here)
         as_a = torch.full((EXPERTS, rank, columns), 9.0, device=device)
-        yield weights_matmul(*moved, scale=0.5, out=as_a), expected
+        yield weights_matmul(as_a, *moved, 0.5), expected
         as_b = torch.full((columns, rank, EXPERTS), 9.0, device=device).permute(2, 1, 0)
-        yield weights_matmul(*moved, scale=0.5, out=as_b), expected
+        yield weights_matmul(as_b, *moved, 0.5), expected
 
 
 class Clamped:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tests.data.reading.test_data_file import MAKERS
 from tests.support.encoding import TOOL_TEMPLATE
-from workflow.lib.checkpoints.loaded_files import loaded_tensors
+from workflow.lib.checkpoints.checkpoint import loaded_tensors
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.data.encoding.keys_read import KeyAudit
 from workflow.lib.data.encoding.preference_rows import begin_judged, to_judged

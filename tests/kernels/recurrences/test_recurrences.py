@@ -10,7 +10,7 @@ from workflow.lib.kernels.recurrences import gated_delta_rule as delta_rule
 from workflow.lib.kernels.recurrences import state_space as space
 from workflow.lib.kernels.recurrences.gated_delta_rule import gated_delta_rule
 from workflow.lib.kernels.recurrences.short_convolution import short_convolution
-from workflow.lib.kernels.recurrences.state_space import state_space
+from workflow.lib.kernels.recurrences.state_space import Steps, state_space
 
 NO_LIMITS = (0.0, float("inf"))
 ROWS = 2
@@ -29,6 +29,10 @@ def deltas(tokens, *, groups=2, heads=6):
         *[(ROWS, tokens, heads)] * 2,
     )
     return [query, key / 3, value, -0.3 * decay.abs(), rate.sigmoid()]
+
+
+def normalized_rule(*tensors):
+    return gated_delta_rule(*tensors, True)
 
 
 def delta_by_token(q, k, v, log_decay, rate, *, normalize):
@@ -51,6 +55,10 @@ def spaces(tokens, *, of_heads=True):
         (ROWS, tokens, 6, 8), (ROWS, tokens, 6), *[(ROWS, tokens, 2, 5)] * 2, *[(6,)] * 3
     )
     return [x, dt, -decay.abs(), into, out_of, *([skip, bias] if of_heads else [None, None])]
+
+
+def by_chunks(x, dt, decay, into, out_of, skip, bias, **options):
+    return state_space(x, dt, into, out_of, decay, skip, bias, Steps(**options))
 
 
 def space_by_token(x, dt, decay, into, out_of, skip, bias, **options):
@@ -91,13 +99,13 @@ def close(ours, by_token, tensors):
 @pytest.mark.parametrize("tokens", [1, delta_rule.CHUNK, 2 * delta_rule.CHUNK + 37])
 @pytest.mark.parametrize("normalize", [True, False])
 def test_delta_rule_is_that_of_its_definition(tokens, normalize):
-    ours, by_token = (partial(f, normalize=normalize) for f in (gated_delta_rule, delta_by_token))
-    assert close(ours, by_token, deltas(tokens))
+    by_token = partial(delta_by_token, normalize=normalize)
+    assert close(lambda *x: gated_delta_rule(*x, normalize), by_token, deltas(tokens))
 
 
 def test_delta_rule_of_as_many_keys_as_values():
-    ours, by_token = (partial(f, normalize=True) for f in (gated_delta_rule, delta_by_token))
-    assert close(ours, by_token, deltas(70, groups=3, heads=3))
+    by_token = partial(delta_by_token, normalize=True)
+    assert close(normalized_rule, by_token, deltas(70, groups=3, heads=3))
 
 
 @pytest.mark.parametrize("tokens", [1, space.CHUNK, 2 * space.CHUNK + 37])
@@ -108,7 +116,7 @@ def test_delta_rule_of_as_many_keys_as_values():
 )
 def test_state_space_is_that_of_its_definition(tokens, of_heads, softplus, limits):
     options = {"softplus": softplus, "limits": limits}
-    ours, by_token = (partial(f, **options) for f in (state_space, space_by_token))
+    ours, by_token = (partial(f, **options) for f in (by_chunks, space_by_token))
     assert close(ours, by_token, spaces(tokens, of_heads=of_heads))
 
 
@@ -133,7 +141,7 @@ def test_convolution_is_torchs(biased, silu):
 
 def test_types_of_the_model_come_out_and_differ_by_rounding():
     values = [x.bfloat16() for x in deltas(100)]
-    output = gated_delta_rule(*values, normalize=True)
+    output = normalized_rule(*values)
     exact = delta_by_token(*(x.double() for x in values), normalize=True)
     assert output.dtype == torch.bfloat16
     assert (output - exact).abs().max() < 0.01 * exact.abs().max()
@@ -154,7 +162,7 @@ def saved_by(work):
 def test_nothing_but_the_inputs_is_kept():
     """Whatever the number of chunks."""
     leaves = [x.requires_grad_() for x in deltas(300)]
-    saved = saved_by(lambda: gated_delta_rule(*leaves, normalize=True))
+    saved = saved_by(lambda: normalized_rule(*leaves))
     assert [x.data_ptr() for x in saved] == [x.data_ptr() for x in leaves]
     x, weight = drawn((ROWS, 10, 30), (10, 4))
     kept = saved_by(lambda: short_convolution(x.requires_grad_(), weight, None, silu=True))
@@ -163,7 +171,7 @@ def test_nothing_but_the_inputs_is_kept():
 
 def test_gradients_are_made_for_those_that_need_them_alone():
     query, key, value, decay, rate = deltas(70)
-    output = gated_delta_rule(query, key, value.requires_grad_(), decay, rate, normalize=True)
+    output = normalized_rule(query, key, value.requires_grad_(), decay, rate)
     output.sum().backward()
     assert value.grad is not None
     assert query.grad is None
@@ -173,10 +181,10 @@ def test_strong_decay_overflows_nothing():
     """exp of what is before a token would, far from it."""
     values = deltas(200)
     values[3] = values[3] * 200
-    found = with_gradients(partial(gated_delta_rule, normalize=True), values, torch.float32)
+    found = with_gradients(normalized_rule, values, torch.float32)
     assert all(x.isfinite().all() for x in found)
     given = spaces(300)
     given[2] = given[2] * 1000
     options = {"softplus": True, "limits": NO_LIMITS}
-    found = with_gradients(partial(state_space, **options), given, torch.float32)
+    found = with_gradients(partial(by_chunks, **options), given, torch.float32)
     assert all(x.isfinite().all() for x in found)

@@ -11,10 +11,9 @@ from safetensors.numpy import load_file, save_file
 
 from tests.support.mixtures import MIXTURES, tiny_mixture
 from tests.support.preflight_examples import TINY, tensor_shapes, write_checkpoint
-from workflow.lib.checkpoints.checkpoint import Checkpoint
+from workflow.lib.checkpoints.checkpoint import Checkpoint, loaded_tensors
 from workflow.lib.checkpoints.files import config_file, safetensors_headers
 from workflow.lib.checkpoints.files.safetensors_headers import read_headers
-from workflow.lib.checkpoints.loaded_files import loaded_tensors
 from workflow.lib.model.architecture.model_shape import shape_of_document
 from workflow.lib.model.describe_model import describe_checkpoint, describe_config
 from workflow.lib.system.errors import UserError

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 
 from workflow.lib.checkpoints.files.adapter_config import read_adapter_config
-from workflow.lib.checkpoints.files.expert_adapters import stacked
 from workflow.lib.checkpoints.files.model_files import ADAPTER, ADAPTER_WEIGHTS
-from workflow.lib.checkpoints.files.stack_names import PREFIX, StackNames
+from workflow.lib.checkpoints.files.stack_names import PREFIX, StackNames, stacked
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader, open_whole
 from workflow.lib.system.errors import UserError
 

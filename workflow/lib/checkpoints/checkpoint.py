@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+import transformers
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -15,6 +16,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.modeling_utils import _get_resolved_checkpoint_files
 
 from workflow.lib.checkpoints.converted_reader import ConvertedReader, ModuleNames
 from workflow.lib.checkpoints.decoded_reader import DecodedReader
@@ -22,7 +24,12 @@ from workflow.lib.checkpoints.decoder_layers import other_parts
 from workflow.lib.checkpoints.expert_stacks import ExpertStack
 from workflow.lib.checkpoints.files.attention_needs import attention_needs
 from workflow.lib.checkpoints.files.config_file import read_bounded
-from workflow.lib.checkpoints.files.model_files import CONFIG, WEIGHTS
+from workflow.lib.checkpoints.files.model_files import (
+    CONFIG,
+    WEIGHTS,
+    fault_of_files,
+    named_weights,
+)
 from workflow.lib.checkpoints.files.quantization_settings import (
     QUANTIZATION,
     TEXT_PART,
@@ -30,8 +37,13 @@ from workflow.lib.checkpoints.files.quantization_settings import (
     quantization_settings,
     without_quantization,
 )
-from workflow.lib.checkpoints.files.safetensors_headers import TensorInfo
-from workflow.lib.checkpoints.loaded_files import loaded_files, loaded_tensors
+from workflow.lib.checkpoints.files.safetensors_headers import (
+    INDEX,
+    SINGLE,
+    TensorInfo,
+    read_headers,
+    read_index,
+)
 from workflow.lib.checkpoints.meta_model import (
     build_config_on_meta,
     drop_no_attention_,
@@ -47,7 +59,8 @@ from workflow.lib.system.checksums import (
     downloaded_files,
     without_weights,
 )
-from workflow.lib.system.errors import UserError
+from workflow.lib.system.errors import UserError, setting_error
+from workflow.lib.system.undocumented_interfaces import check_interfaces
 
 TIE = "tie_word_embeddings"
 
@@ -238,3 +251,58 @@ class Checkpoint:
                 and not reader.equals(stored[first], reader, stored[second])
                 for first, second in model.all_tied_weights_keys.items()
             )
+
+
+def loaded_tensors(folder: Path) -> dict[str, TensorInfo]:
+    """Return every tensor that Transformers reads of a folder, by stored name. Raises `UserError`
+    if safetensors are absent, missing, broken, or do not belong together."""
+    files = loaded_files(folder)
+    tensors = read_headers(files)
+    index = folder / (named_weights(folder) or INDEX)
+    if index.suffix == ".json" and files != [folder / SINGLE]:
+        _check_index(index, tensors)
+    return tensors
+
+
+def _check_index(index: Path, tensors: dict[str, TensorInfo]) -> None:
+    """Raise `UserError` unless each tensor is read from its file in the index."""
+    for name, file in read_index(index).items():
+        if name not in tensors:
+            held = "but it does not"
+        elif tensors[name].file != file:
+            held = f"but Transformers takes that of {tensors[name].file}, which has one too"
+        else:
+            continue
+        raise UserError(
+            f"{index} says that {file} holds {name!r}, {held}. The files do not belong together: "
+            "download them again."
+        )
+
+
+def loaded_files(folder: Path) -> list[Path]:
+    """Return the safetensors files that Transformers reads of a model's folder, in its order: the
+    last file with a tensor counts. Raises `UserError` as `loaded_tensors`."""
+    check_interfaces("transformers")
+    named = named_weights(folder)
+    fault = fault_of_files({path.name for path in folder.glob("*")}, named_weights=named)
+    if fault is not None:
+        raise setting_error("model.source", str(folder), *fault)
+    if named is None and not (folder / SINGLE).is_file():
+        read_index(folder / INDEX)  # within bounds, before Transformers does
+    try:
+        files, _ = _get_resolved_checkpoint_files(
+            str(folder),
+            variant=None,
+            gguf_file=None,
+            use_safetensors=True,
+            user_agent=None,
+            is_remote_code=False,
+            transformers_explicit_filename=named,
+            download_kwargs={"local_files_only": True},
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(
+            f"{folder}: Transformers {transformers.__version__} finds no weights in it "
+            f"({error!r}). Complete the download, or check model.source."
+        ) from None
+    return [Path(file) for file in files or ()]

@@ -239,7 +239,6 @@ ACTIVATION_SCALES = (
     ".input_zero_point",
     ".input_global_scale",
 )
-CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale")  # of keys and values that are cached
 
 
 class DecodedReader(CheckpointReader):

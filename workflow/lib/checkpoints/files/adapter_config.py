@@ -13,9 +13,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from workflow.lib.checkpoints.files.config_file import MAX_CONFIG_BYTES
-from workflow.lib.checkpoints.files.expert_adapters import stack_settings
 from workflow.lib.checkpoints.files.model_files import ADAPTER, ADAPTER_WEIGHTS
 from workflow.lib.checkpoints.files.safetensors_headers import read_headers
+from workflow.lib.checkpoints.files.stack_names import stack_settings
 from workflow.lib.settings.config import LoraSettings, RunConfig
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.input_files import read_input

@@ -50,7 +50,7 @@ def read_headers(files: Iterable[Path]) -> dict[str, TensorInfo]:
 def zeros_at_end(path: Path) -> list[str]:
     """Return the tensors, whole or cut, in at least `TAIL_BYTES` zeros at the end of a file: a copy
     that broke off after its size was set leaves such."""
-    header, data_bytes = _read_header(path)
+    header, data_bytes = read_header(path)
     left = path.stat().st_size
     begin = left - data_bytes
     with path.open("rb") as file:
@@ -100,7 +100,7 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 def _read_file(path: Path) -> dict[str, TensorInfo]:
-    header, data_bytes = _read_header(path)
+    header, data_bytes = read_header(path)
     try:
         return {
             name: _tensor(entry, file=path.name, data_bytes=data_bytes)
@@ -113,7 +113,7 @@ def _read_file(path: Path) -> dict[str, TensorInfo]:
         ) from None
 
 
-def _read_header(path: Path) -> tuple[dict[str, Any], int]:
+def read_header(path: Path) -> tuple[dict[str, Any], int]:
     """Return the parsed header and how many bytes of data follow it."""
     size = path.stat().st_size
     with path.open("rb") as file:

@@ -9,12 +9,12 @@ On a GPU kernels do this; their sizes were the fastest of those tried on an H200
 28,672 x 8,192 and 4,096 x 14,336. A CPU computes the same values and multiplies them in fp32,
 slowly, for tests and checks."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from bitsandbytes.functional import quantize_4bit
 
-from workflow.lib.kernels.eight_bits.rounded_weight import round_weight
 from workflow.lib.kernels.eight_bits.rounding import (
     FLOAT8,
     LARGEST,
@@ -33,6 +33,8 @@ ALIGNED = 16
 DECODED_BLOCKS = 64  # of a program
 TRANSPOSED_ROWS = 128  # of a program
 CASE_SHAPE = (16, 128)
+TILE_ROWS, TILE_COLUMNS, TILE_WARPS = 64, 128, 8  # of a 16-bit weight
+CASE_STACK = (2, 70, 132)  # tiles are cut
 
 
 Stored = NF4Data | torch.Tensor
@@ -286,3 +288,56 @@ def _scaled_mm(left: Rounded, right: RoundedWeight, dtype: torch.dtype) -> torch
         use_fast_accum=True,
     )
     return y
+
+
+def round_weight(
+    weight: torch.Tensor, scales: torch.Tensor, *, transposed: bool = False
+) -> torch.Tensor:
+    """Return weights (experts, rows, columns) of any strides over the rows' scales (experts, rows)
+    fp32, in float8, contiguous; transposed: (experts, columns, rows)."""
+    op = weight_columns if transposed else weight_rows
+    made: torch.Tensor = by_kernel_on_gpus(op, weight, scales, FLOAT8)
+    return made
+
+
+def _round_weight_by_kernel(
+    weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, *, transposed: bool
+) -> torch.Tensor:
+    experts, rows, columns = weight.shape
+    assert weight.stride(2) == 1, "rows of weights are contiguous"
+    size = (experts, columns, rows) if transposed else (experts, rows, columns)
+    out = torch.empty(size, dtype=dtype, device=weight.device)
+    grid = (-(-rows // TILE_ROWS), -(-columns // TILE_COLUMNS), experts)
+    launch(
+        "eight_bits.round_weight", grid, out, weight, scales, rows, columns,
+        *weight.stride()[:2], *scales.stride(), transposed=transposed,
+        tile_rows=TILE_ROWS, tile_columns=TILE_COLUMNS, num_warps=TILE_WARPS,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
+
+
+def _round_weight_by_torch(
+    weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, *, transposed: bool
+) -> torch.Tensor:
+    values = (weight.float() * scales.reciprocal()[..., None]).to(dtype)
+    return (values.mT if transposed else values).contiguous()
+
+
+def _case_of_weight(device: torch.device, dtype: torch.dtype) -> Case:
+    weight, scales = drawn(device, torch.bfloat16, CASE_STACK, CASE_STACK[:2])
+    return weight, scales.float().abs() + 1.0, dtype
+
+
+def _rounding_of_weights(name: str, *, transposed: bool) -> Op[Any, torch.Tensor]:
+    return Op(
+        name,
+        reference=partial(_round_weight_by_torch, transposed=transposed),
+        kernel=partial(_round_weight_by_kernel, transposed=transposed),
+        case=_case_of_weight,
+        variant=lambda *args: (args[-1],),
+    )
+
+
+weight_rows = _rounding_of_weights("rows of 16-bit weights in float8", transposed=False)
+weight_columns = _rounding_of_weights("columns of 16-bit weights in float8", transposed=True)

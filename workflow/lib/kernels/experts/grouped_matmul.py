@@ -148,14 +148,6 @@ def _with_tiles(routing: Routing) -> Routing:
     return routing._replace(tiles=tiles)
 
 
-def summed_by_token(
-    rows: torch.Tensor, routing: Routing, weights: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Return the sum (T, width) of each token's rows (T * k, width), times `weights` (T, k) if any,
-    in fp32, rounded once, in the order of choices, without a copy of the rows."""
-    return sum_by_token(rows, routing.positions, weights)
-
-
 def _sum_by_kernel(
     rows: torch.Tensor, positions: torch.Tensor, weights: torch.Tensor | None
 ) -> torch.Tensor:
@@ -194,6 +186,9 @@ def _case_of_sum(device: torch.device, dtype: torch.dtype) -> Case:
 sum_by_token = Op(
     "sums of experts' rows", reference=_sum_by_torch, kernel=_sum_by_kernel, case=_case_of_sum
 )
+"""Returns the sum (T, width) of each token's rows (T * k, width), at `positions` (T, k), times
+`weights` (T, k) if any, in fp32, rounded once, in the order of choices, without a copy of the
+rows."""
 
 
 def rows_matmul(
@@ -239,14 +234,6 @@ def bias_products(rows: Rows, bias: torch.Tensor, routing: Routing) -> torch.Ten
     else:
         products = (_sorted(rows, routing) * bias[routing.experts]).sum(1, dtype=torch.float32)
     return products.view(-1)[routing.positions]
-
-
-def weights_matmul(
-    left: torch.Tensor, right: Rows, routing: Routing, *, scale: float, out: torch.Tensor
-) -> torch.Tensor:
-    """Fill `out` (experts, m, n) fp32 with the sums over each expert's rows of the outer products
-    of left (R, m or more) and right (R, n), times `scale`; 0 for an expert without rows."""
-    return _weights_matmul(out, left, right, routing, scale)
 
 
 def _weights_by_torch(
@@ -339,7 +326,7 @@ def _case_of_weights(device: torch.device, dtype: torch.dtype) -> Case:
     return out, left, Rows(right, by_token=True), _case_routing(device), 0.5
 
 
-_weights_matmul = Op(
+weights_matmul = Op(
     "gradients of experts' adapters",
     reference=_weights_by_torch,
     kernel=_weights_by_kernel,
@@ -347,6 +334,8 @@ _weights_matmul = Op(
     variant=lambda out, left, *_: (left.dtype,),
     supports=lambda out, left, right, routing, *_: routing.tiles is not None,
 )
+"""Fills `out` (experts, m, n) fp32 with the sums over each expert's rows of the outer products of
+left (R, m or more) and right (R, n), times `scale`; 0 for an expert without rows. Returns it."""
 _rows_matmul = Op(
     "matmuls of experts",
     reference=_rows_by_torch,

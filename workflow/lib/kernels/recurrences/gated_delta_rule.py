@@ -24,23 +24,6 @@ CASE_TOKENS = 2 * CHUNK + 2
 NORM_EPS = 1e-6  # of query and key, as in the published models' code
 
 
-def gated_delta_rule(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    *,
-    normalize: bool,
-) -> torch.Tensor:
-    """Return (rows, tokens, value heads, value width) in the queries' type; states begin at zero
-    with each row. Queries are scaled by one over the root of their width. query, key: (rows,
-    tokens, key heads, key width), each serving neighbouring value heads. value: (rows, tokens,
-    value heads, value width). g (at most 0), beta: (rows, tokens, value heads). normalize: queries
-    and keys to length one."""
-    return _delta_rule(query, key, value, g, beta, normalize)
-
-
 def by_kernels(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -186,7 +169,7 @@ def _variant(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: An
     return value.dtype, key.shape[3], value.shape[3], value.shape[2] // key.shape[2]
 
 
-_delta_rule = Op(
+gated_delta_rule = Op(
     "the gated delta rule",
     reference=keeping(5, by_torch),
     kernel=keeping(5, by_kernels, gradients),
@@ -194,3 +177,8 @@ _delta_rule = Op(
     variant=_variant,
     supports=_supports,
 )
+"""Returns (rows, tokens, value heads, value width) in the queries' type; states begin at zero with
+each row. Queries are scaled by one over the root of their width. query, key: (rows, tokens, key
+heads, key width), each serving neighbouring value heads. value: (rows, tokens, value heads, value
+width). g (at most 0), beta: (rows, tokens, value heads). normalize: queries and keys to length
+one."""

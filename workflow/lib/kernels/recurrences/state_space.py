@@ -21,28 +21,9 @@ CHUNK = 128
 CASE_TOKENS = CHUNK + 2
 
 
-def state_space(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    decay: torch.Tensor,
-    into: torch.Tensor,
-    out_of: torch.Tensor,
-    skip: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-    *,
-    softplus: bool,
-    limits: tuple[float, float],
-) -> torch.Tensor:
-    """Return (rows, tokens, heads, width) in the type of x; states begin at zero with each row. x:
-    (rows, tokens, heads, width). dt: (rows, tokens, heads). decay (A), skip (D), dt_bias: (heads,).
-    into (B), out_of (C): (rows, tokens, groups, state width), each group serving neighbouring
-    heads. softplus: of dt + bias; limits: bounds of the step after that."""
-    steps = Steps(softplus, limits)
-    return _state_space(x, dt, into, out_of, decay, skip, dt_bias, steps)
-
-
 class Steps(NamedTuple):
-    """The computation of steps from a linear's output."""
+    """The computation of steps from a linear's output. softplus: of dt + bias; limits: bounds of
+    the step after that."""
 
     softplus: bool
     limits: tuple[float, float]
@@ -154,7 +135,7 @@ def _variant(x: torch.Tensor, dt: torch.Tensor, into: torch.Tensor, *_: Any) -> 
     return x.dtype, x.shape[2] // into.shape[2], x.shape[3], into.shape[3]
 
 
-_state_space = Op(
+state_space = Op(
     "the state space of Mamba 2",
     reference=keeping(7, by_torch),
     kernel=keeping(7, _forward, _backward),
@@ -162,3 +143,7 @@ _state_space = Op(
     variant=_variant,
     supports=_supports,
 )
+"""Returns (rows, tokens, heads, width) in the type of x; states begin at zero with each row. x:
+(rows, tokens, heads, width). dt: (rows, tokens, heads). into (B), out_of (C): (rows, tokens,
+groups, state width), each group serving neighbouring heads. decay (A), skip (D), dt_bias:
+(heads,)."""

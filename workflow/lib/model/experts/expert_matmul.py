@@ -211,7 +211,7 @@ def adapter_gradients(
     experts, rank = stack.base.num_experts, stack.adapter.rank
     sums = low.new_empty(0, dtype=torch.float32)
     grad_a = sums.new_empty(experts, rank, stack.base.in_features)
-    weights_matmul(grad_low, rows, routing, scale=1.0, out=grad_a)
+    weights_matmul(grad_a, grad_low, rows, routing, 1.0)
     grad_b = sums.new_empty(stack.base.expert_rows, rank, experts)
-    weights_matmul(low, grad, routing, scale=stack.adapter.scale, out=grad_b.permute(2, 1, 0))
+    weights_matmul(grad_b.permute(2, 1, 0), low, grad, routing, stack.adapter.scale)
     return [grad_a.flatten(0, 1), grad_b.flatten(1)]

@@ -24,7 +24,7 @@ from workflow.lib.kernels.experts.gates import (
     gated_backward_,
     gradients_by_torch_,
 )
-from workflow.lib.kernels.experts.grouped_matmul import bias_products, route, summed_by_token
+from workflow.lib.kernels.experts.grouped_matmul import bias_products, route, sum_by_token
 from workflow.lib.kernels.experts.routing import Routing, Rows
 from workflow.lib.kernels.rows.gating import ACTIVATIONS
 from workflow.lib.model.experts.expert_matmul import (
@@ -128,7 +128,7 @@ class FusedExperts(nn.Module):
         def output(up: torch.Tensor) -> torch.Tensor:
             down, product = self.stack(1, up.dtype), Rows(self.gate.product(up))
             y = value(down, product, low_rank(down, product, routing), routing)
-            return summed_by_token(y, routing, top_k_weights.detach())
+            return sum_by_token(y, routing.positions, top_k_weights.detach())
 
         node = _ExpertsGradient
         return apply_split(
@@ -178,9 +178,8 @@ class _ExpertsGradient(torch.autograd.Function):
             del rows
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = summed_by_token(
-                input_gradient(into, Rows(grad_up), grad_low, routing), routing
-            )
+            grad_rows = input_gradient(into, Rows(grad_up), grad_low, routing)
+            grad_x = sum_by_token(grad_rows, routing.positions, None)
         return grad_x, grad_weights, None, None, *into_gradients, *down_gradients
 
 

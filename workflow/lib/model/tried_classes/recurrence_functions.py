@@ -16,7 +16,7 @@ from torch import nn
 
 from workflow.lib.kernels.recurrences.gated_delta_rule import gated_delta_rule
 from workflow.lib.kernels.recurrences.short_convolution import short_convolution
-from workflow.lib.kernels.recurrences.state_space import state_space
+from workflow.lib.kernels.recurrences.state_space import Steps, state_space
 from workflow.lib.model.tried_classes.called_functions import replace_called_functions_
 from workflow.lib.model.tried_classes.magnitudes import agree, magnitudes
 
@@ -136,7 +136,7 @@ def _agrees(
 
 def _delta_rule(arguments: Arguments) -> tuple[torch.Tensor, None]:
     tensors = (arguments[name] for name in DELTA_RULE)
-    return gated_delta_rule(*tensors, normalize=arguments["use_qk_l2norm_in_kernel"]), None
+    return gated_delta_rule(*tensors, arguments["use_qk_l2norm_in_kernel"]), None
 
 
 def _tried_delta_rules() -> Iterator[Arguments]:
@@ -150,9 +150,9 @@ def _tried_delta_rules() -> Iterator[Arguments]:
 
 
 def _state_space(arguments: Arguments) -> torch.Tensor:
-    x, dt, *others = (arguments[name] for name in STATE_SPACE)
-    options: Any = {"softplus": arguments["dt_softplus"], "limits": arguments["dt_limit"]}
-    return state_space(x, dt, *others, **options)
+    x, dt, decay, into, out_of, *head_inputs = (arguments[name] for name in STATE_SPACE)
+    steps = Steps(arguments["dt_softplus"], arguments["dt_limit"])
+    return state_space(x, dt, into, out_of, decay, *head_inputs, steps)
 
 
 def _tried_state_spaces() -> Iterator[Arguments]:
