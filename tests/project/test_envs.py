@@ -1,6 +1,5 @@
 """Environments: one list of versions, from which pip's and conda's are made."""
 
-import ast
 import importlib.metadata
 import importlib.util
 import re
@@ -75,11 +74,12 @@ def test_every_pin_is_one_exact_version_of_a_package_that_is_pinned_once():
 def test_every_package_that_the_workflow_imports_is_pinned():
     root = ENVS.parent / "workflow"
     sources = [path for x in ("lib/**", "benchmark", "scripts") for path in root.glob(f"{x}/*.py")]
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sources]
-    nodes = [node for tree in trees for node in ast.walk(tree)]
-    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
-    tops = {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"workflow"}
+    texts = [path.read_text(encoding="utf-8") for path in sources]
+    imported = re.compile(
+        r"^ *(?:from (?=[\w.]+ import )|import (?=[\w.]+(?: as \w+)?$))(\w+)", re.M
+    )
+    tops = {name for text in texts for name in imported.findall(text)}
+    tops -= sys.stdlib_module_names | {"workflow"}
     tops.remove("triton")  # comes with PyTorch for GPUs, in the one version that fits it
     owners = importlib.metadata.packages_distributions()
     # an optional package that is not installed is known by its own name

@@ -19,19 +19,8 @@ PAGE = ROOT / "workflow" / "docs" / "architecture.md"
 # Names that hold no noun of what they bind: roles in a sentence. `of_` begins one more kind.
 EMPTY_NAMES = {
     *("found", "given", "known", "place", "places", "asked", "said", "lack", "lacks", "told"),
-    *(
-        "rest",
-        "some",
-        "ours",
-        "theirs",
-        "here",
-        "there",
-        "whose",
-        "which",
-        "those",
-        "stuff",
-        "thing",
-    ),
+    *("rest", "some", "ours", "theirs", "here", "there", "whose", "which", "those"),
+    *("stuff", "thing"),
 }
 # Functions that ask a folder what `Checkpoint` and `Adapter` know.
 ON_DISK = {
@@ -53,6 +42,14 @@ def _name(file: Path) -> str:
     return ".".join(file.relative_to(LIBRARY).with_suffix("").parts).removesuffix(".__init__")
 
 
+@cache
+def nodes() -> list[tuple[Path, ast.AST]]:
+    """Return each node of the syntax of each file of `workflow/`."""
+    files = sorted((ROOT / "workflow").rglob("*.py"))
+    trees = [(file, ast.parse(file.read_text(encoding="utf-8"))) for file in files]
+    return [(file, node) for file, tree in trees for node in ast.walk(tree)]
+
+
 def knowing(option: str) -> list[str]:
     """Return the modules that name a memory option."""
     word = re.compile(rf"\b{option}\b")
@@ -61,11 +58,8 @@ def knowing(option: str) -> list[str]:
 
 def importers() -> Counter[str]:
     """Return how many modules and scripts import each module of the library."""
-    found = Counter[str]()
-    for file in sorted((ROOT / "workflow").rglob("*.py")):
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-        found.update({name for node in ast.walk(tree) for name in _imported(node)})
-    return found
+    pairs = {(file, name) for file, node in nodes() for name in _imported(node)}
+    return Counter(name for _, name in pairs)
 
 
 def _imported(node: ast.AST) -> set[str]:
@@ -76,17 +70,21 @@ def _imported(node: ast.AST) -> set[str]:
     return inner or {module}
 
 
-def outside_of_checkpoints(calls: str) -> list[str]:
-    """Return `file:line` of each call of these functions in `workflow/`, but in the room whose
-    objects hold what they return."""
-    names = {*calls.split()}
+@cache
+def called() -> list[tuple[str, str]]:
+    """Return `file:line` and function of each call in `workflow/`, but in the room whose objects
+    hold what a folder says."""
+    room = f"{LIBRARY / 'checkpoints'}/"
     return [
-        f"{file.relative_to(ROOT)}:{node.lineno}"
-        for file in sorted((ROOT / "workflow").rglob("*.py"))
-        if LIBRARY / "checkpoints" not in file.parents
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in names
+        (f"{file.relative_to(ROOT)}:{node.lineno}", ast.unparse(node.func))
+        for file, node in nodes()
+        if isinstance(node, ast.Call) and not str(file).startswith(room)
     ]
+
+
+def outside_of_checkpoints(functions: str) -> list[str]:
+    """Return `file:line` of each call of these functions outside of that room."""
+    return [line for line, name in called() if name in functions.split()]
 
 
 def empty_names() -> list[str]:
@@ -94,8 +92,7 @@ def empty_names() -> list[str]:
     name says nothing."""
     return [
         f"{file.relative_to(ROOT)}:{node.lineno} {name}"
-        for file in sorted((ROOT / "workflow").rglob("*.py"))
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        for file, node in nodes()
         if (name := _bound_name(node)) and _is_empty(name.lower().strip("_"))
     ]
 
