@@ -26,11 +26,7 @@ from workflow.lib.distributed.vocabulary_parallel import (
 )
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.loss.chunked_loss import OutputHead
-from workflow.lib.model.loss.vocabulary_slices import (
-    FEWEST_ROWS,
-    chunk_rows,
-    vocabulary_slices,
-)
+from workflow.lib.model.loss.vocabulary_slices import FEWEST_ROWS, chunk_rows, vocabulary_slices
 from workflow.lib.model.nf4_model import local, local_range
 from workflow.lib.settings.config import LoraSettings, RunConfig
 from workflow.lib.training.batches import stored_batch

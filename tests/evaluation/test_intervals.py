@@ -9,13 +9,7 @@ import numpy as np
 import pytest
 from scipy.stats import binom, multinomial, permutation_test, ttest_1samp
 
-from workflow.lib.evaluation.intervals import (
-    FEWEST,
-    mean,
-    mean_gain,
-    positive_ratio,
-    signed_ratio,
-)
+from workflow.lib.evaluation.intervals import FEWEST, mean, mean_gain, positive_ratio, signed_ratio
 
 POINT = 0.01
 SHARES = (0.5, 0.9, 0.97)

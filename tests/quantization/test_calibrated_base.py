@@ -33,11 +33,7 @@ from workflow.lib.quantization.calibrated_base import (
     write_calibrated,
 )
 from workflow.lib.quantization.calibration import Calibration
-from workflow.lib.quantization.nf4_checkpoint import (
-    BaseWeights,
-    base_config,
-    copy_companions,
-)
+from workflow.lib.quantization.nf4_checkpoint import BaseWeights, base_config, copy_companions
 from workflow.lib.settings.config import QuantizeConfig
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import write_json

@@ -9,15 +9,11 @@ import torch
 from workflow.lib.checkpoints.adapter import Adapter
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.distributed.world import World
-from workflow.lib.kernels.attention.attention_choice import (
-    FAMILY,
-)
+from workflow.lib.kernels.attention.attention_choice import FAMILY
 from workflow.lib.settings.config import RunConfig
 from workflow.lib.settings.objectives import reads_start
 from workflow.lib.step_plan.plan import StepPlan
-from workflow.lib.system.dtype_choice import (
-    COMPUTE_DTYPE,
-)
+from workflow.lib.system.dtype_choice import COMPUTE_DTYPE
 from workflow.lib.training.build import TrainingModel, build_training_model
 
 

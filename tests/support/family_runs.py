@@ -39,11 +39,7 @@ from workflow.lib.export.adapter_files import (
     save_adapter,
     write_merged,
 )
-from workflow.lib.export.packed_stacks import (
-    adapted_paths,
-    dequantized_weight,
-    exported_config,
-)
+from workflow.lib.export.packed_stacks import adapted_paths, dequantized_weight, exported_config
 from workflow.lib.model import prepared_decoder
 from workflow.lib.model.backends import resolve_attention, resolve_training_attention
 from workflow.lib.model.documents import Documents, documents_of

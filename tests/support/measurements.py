@@ -14,9 +14,7 @@ from typing import Any
 
 from tests.support.pages import DOCS, with_part
 from workflow.benchmark.cases import BenchmarkConfig, model_config
-from workflow.lib.kernels.attention.attention_choice import (
-    FLEX,
-)
+from workflow.lib.kernels.attention.attention_choice import FLEX
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.model.describe_model import describe_config
 from workflow.lib.planning.memory.replay import Replay, replay

@@ -24,9 +24,7 @@ from tests.support.measurements import (
 )
 from tests.support.preflight_examples import setup
 from workflow.benchmark.cases import model_config
-from workflow.lib.kernels.attention.attention_choice import (
-    FLEX,
-)
+from workflow.lib.kernels.attention.attention_choice import FLEX
 from workflow.lib.model.architecture.shipped_shapes import known_config, known_shape
 from workflow.lib.planning.model_sizes import offload_window
 from workflow.lib.planning.timing.gpu_traffic import fabric_of

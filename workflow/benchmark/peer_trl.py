@@ -23,11 +23,7 @@ from peft import LoraConfig
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch.distributed.tensor import DTensor
-from transformers import (
-    AutoModelForCausalLM,
-    PreTrainedTokenizerFast,
-    TrainerCallback,
-)
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 from transformers.utils.import_utils import is_flash_attn_2_available
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 

@@ -33,20 +33,13 @@ from workflow.lib.artifacts.stage_logs import (
 from workflow.lib.artifacts.starts import with_starts
 from workflow.lib.artifacts.trained_content import check_records, trained_content
 from workflow.lib.evaluation.task_files import refuse_code
-from workflow.lib.checkpoints.files.model_files import (
-    MODEL_PATTERNS,
-    TOKENIZER_PATTERNS,
-)
+from workflow.lib.checkpoints.files.model_files import MODEL_PATTERNS, TOKENIZER_PATTERNS
 from workflow.lib.planning.machine import check_place, requested_processes
 from workflow.lib.planning.preflight import cluster_request
 from workflow.lib.planning.preflight.checks import check_model
 from workflow.lib.recording.recording_process import plan_recorder
 from workflow.lib.settings.command_line import as_in_yaml, check_options, is_dry_run
-from workflow.lib.settings.config import (
-    check_sources,
-    ineffective_settings,
-    load_config,
-)
+from workflow.lib.settings.config import check_sources, ineffective_settings, load_config
 from workflow.lib.settings.forms import CONVERTED, EXPORTS, FORMS, TRAINED
 from workflow.lib.settings.overrides import overridden
 from workflow.lib.settings.yaml_files import check_yaml
@@ -54,11 +47,7 @@ from workflow.lib.system import interrupts
 from workflow.lib.system.environment import SOURCES, use_this_interpreter
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import canonical_json, write_checked_json
-from workflow.lib.system.hardware import (
-    check_processes_can_work,
-    check_writable,
-    visible_gpus,
-)
+from workflow.lib.system.hardware import check_processes_can_work, check_writable, visible_gpus
 
 # Not `workflow.basedir`: it belongs to the Snakefile that imports this one as a module.
 use_this_interpreter(SOURCES)

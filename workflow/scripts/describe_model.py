@@ -11,11 +11,7 @@ import argparse
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.export.conversions import CONVERSIONS
 from workflow.lib.export.trial import try_exports
-from workflow.lib.model.architecture.model_shape import (
-    CONFIG,
-    DecoderLayer,
-    ModelShape,
-)
+from workflow.lib.model.architecture.model_shape import CONFIG, DecoderLayer, ModelShape
 from workflow.lib.model.describe_model import describe_checkpoint
 from workflow.lib.planning.preflight.checks import CHECKS_HELP, check_models
 from workflow.lib.settings.forms import CONVERTED

@@ -13,11 +13,7 @@ from typing import Any
 
 from workflow.lib.artifacts.evaluation_record import ITEMS, Evaluation, Items, forgetting
 from workflow.lib.checkpoints.checkpoint import Checkpoint
-from workflow.lib.checkpoints.tokenizer import (
-    load_tokenizer,
-    num_usable_tokens,
-    read_chat_template,
-)
+from workflow.lib.checkpoints.tokenizer import load_tokenizer, num_usable_tokens, read_chat_template
 from workflow.lib.data.encoding.chat_template import with_arguments
 from workflow.lib.data.tokens.token_store import TokenStore, recorded_arrays
 from workflow.lib.distributed.work_sharing import Process, check_recorded, join, main_first

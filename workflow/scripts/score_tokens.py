@@ -29,11 +29,7 @@ from workflow.lib.distributed.work_sharing import (
     main_first,
 )
 from workflow.lib.evaluation.evaluated_models import SETTINGS_FILES, Loading, source_files
-from workflow.lib.model.backends import (
-    choose_device,
-    resolve_dtype,
-    resolve_training_attention,
-)
+from workflow.lib.model.backends import choose_device, resolve_dtype, resolve_training_attention
 from workflow.lib.scores.scoring import (
     Scorer,
     WholeModel,

@@ -21,11 +21,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from workflow.lib.checkpoints.checkpoint import Checkpoint
-from workflow.lib.checkpoints.files.attention_needs import (
-    WITH_SINKS,
-    WITHOUT_SDPA,
-    attention_needs,
-)
+from workflow.lib.checkpoints.files.attention_needs import WITH_SINKS, WITHOUT_SDPA, attention_needs
 from workflow.lib.kernels.attention.attention_choice import AttentionNeeds
 
 NEEDS = [

@@ -3,9 +3,7 @@
 import numpy as np
 import pytest
 
-from workflow.lib.kernels.attention.attention_choice import (
-    FLEX_BLOCK,
-)
+from workflow.lib.kernels.attention.attention_choice import FLEX_BLOCK
 from workflow.lib.kernels.attention.document_lengths import (
     are_equal,
     computed_keys,

@@ -6,10 +6,7 @@ import torch
 
 from tests.support.refusals import refusal
 from workflow.lib.kernels.attention import packed as packed_attention
-from workflow.lib.kernels.attention.attention_choice import (
-    AttentionNeeds,
-    automatic_attention,
-)
+from workflow.lib.kernels.attention.attention_choice import AttentionNeeds, automatic_attention
 from workflow.lib.kernels.attention.packed import document_bounds, flash_arguments, varlen_attention
 from workflow.lib.kernels.attention.wide import Seen
 from workflow.lib.model.backends import resolve_training_attention

@@ -15,9 +15,7 @@ from tests.support.other_decoders import MIXTURES, config_of
 from tests.support.preflight_examples import machine, setup
 from tests.support.refusals import refusal
 from workflow.lib.checkpoints.files.attention_needs import attention_needs as config_needs
-from workflow.lib.kernels.attention.attention_choice import (
-    AttentionNeeds,
-)
+from workflow.lib.kernels.attention.attention_choice import AttentionNeeds
 from workflow.lib.model.architecture.shipped_shapes import known_config, known_models, known_shape
 from workflow.lib.model.describe_model import describe_config
 from workflow.lib.planning.memory.peaks import Peaks
