@@ -20,6 +20,8 @@ from workflow.lib.system.errors import UserError, as_yaml
             "Did you mean 'weight'?",
         ),
         ({"learning_rate": 1}, "learning_rate", "Did you mean 'train.learning_rate'?"),
+        ({"max_step": 1}, "max_step", "Did you mean 'train.max_steps'?"),
+        ({"train": {"lr": 1}}, "train.lr", "Did you mean 'learning_rate'?"),
         ({"train.seed": 1}, "train.seed", "Write it in two levels: train: {seed: ...}."),
         ({"train": {"batch_size": 1}}, "train.batch_size", "Did you mean 'global_batch_size'?"),
         ({"lora": {"rank": 8}}, "lora.rank", "Did you mean 'lora.r'?"),

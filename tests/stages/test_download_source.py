@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub.errors import OfflineModeIsEnabled
 
 from tests.checkpoints.files.test_adapter_config import OLD
 from tests.support.forked_stage import settings_file
 from tests.support.hub_server import HubRepo, start_hub
 from tests.support.preflight_examples import TINY
 from tests.support.shared import reserved_ports
+from workflow.lib.data.reading.hub_download import Source, explain
 from workflow.lib.system.files import read_checked_json
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -258,6 +260,14 @@ def test_unknown_name_is_said_to_be_neither_folder_nor_hub_id(
     assert change in message
 
 
+def test_folder_that_a_missing_one_may_have_meant_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("models/my-model").mkdir(parents=True)
+    source = Source("models/my-modle", None, "model")
+    message = str(explain(source, OfflineModeIsEnabled("offline")))
+    assert "no folder models/my-modle is here, but models/my-model is, so it was taken" in message
+
+
 def test_setting_that_cannot_work_with_the_model_is_refused_before_its_weights_come(tmp_path):
     """With settings that work, at the bound itself, workflow/test_hub_run.py downloads one."""
     repo = HubRepo(MODEL | {"config.json": json.dumps(TINY).encode()})
@@ -276,7 +286,7 @@ def test_missing_dataset_file_lists_near_names(tmp_path):
     with start_hub({"owner/name": HubRepo(files, kind="dataset")}) as endpoint:
         message = refusal(endpoint, tmp_path / "out", kind="dataset", files=["train.jsonl"])
     assert "data.train or data.heldout = 'train.jsonl'" in message
-    assert "near names are data/train.jsonl, data/test.jsonl" in message
+    assert "near names are data/train.jsonl. Set" in message
 
 
 @pytest.mark.parametrize("path", ["model.safetensors", "config.json"])

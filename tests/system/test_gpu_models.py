@@ -47,6 +47,15 @@ def test_unknown_gpu_lists_the_nearest():
         parse_gpus("2x4095", setting="--gpus")
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("rtx4099", r"name 'rtx4099' is .*Did you mean 4090, 5090"), ("2xtpu", r"Known are 3090, 40")],
+)
+def test_name_with_an_x_is_read_whole_and_an_unlike_one_answered_with_all(text, said):
+    with pytest.raises(UserError, match=said):
+        parse_gpus(text, setting="--gpus")
+
+
 @pytest.mark.parametrize("text", ["4095x2", "4095:2", "2*4095"])
 def test_unknown_gpu_is_answered_with_the_form(text):
     with pytest.raises(UserError, match=r"name '4095' is known\. Write .* like 2x4090\. Did you"):

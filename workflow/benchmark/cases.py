@@ -4,7 +4,6 @@ processes.
 A case is data: a name and the settings that differ. It becomes a `Request` with all that a
 measurement depends on, except the machine."""
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from workflow.lib.settings.overrides import merge
 from workflow.lib.settings.section_base import Name, Section
 from workflow.lib.step_plan.memory_options import unsearched_settings
 from workflow.lib.system.errors import UserError, setting_error
+from workflow.lib.system.near_names import near_names
 
 SHIPPED = Path(__file__).parents[1] / "resources" / "benchmark" / "cases.yaml"
 # Settings that a case cannot change, because they select the cases.
@@ -203,7 +203,7 @@ def _chosen(benchmark: BenchmarkConfig, entries: Mapping[str, CaseEntry]) -> lis
         return [name for name in entries if benchmark.peers or name not in peers]
     for name in benchmark.cases:
         if name not in entries:
-            near = difflib.get_close_matches(name, entries, n=3, cutoff=0.3) or list(entries)
+            near = near_names(name, entries, count=3) or list(entries)
             raise setting_error(
                 "benchmark.cases",
                 name,

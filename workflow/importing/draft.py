@@ -1,6 +1,5 @@
 """A `config.yaml` from another trainer's keys, with an outcome for each of them."""
 
-import difflib
 import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -9,6 +8,7 @@ from workflow.importing.reading import Kind, Source, Words, table
 from workflow.lib.settings.config import Config
 from workflow.lib.settings.objectives import ObjectiveName, needs_of
 from workflow.lib.system.errors import UserError, as_yaml, setting_error
+from workflow.lib.system.near_names import near_names
 
 SHOWN_CHARS = 80
 OFF: tuple[Any, ...] = (None, False, "", "no", "none", "off", 0, [], {})
@@ -153,7 +153,7 @@ class Draft:
         value = self._values.get(name)
         holds_for = (self.shared_table.only_as | self.own_table.only_as).get(name, [value])
         if kind == "unknown" and name not in valid_keys:
-            near = difflib.get_close_matches(self.spelled[name], valid_keys, n=1)
+            near = near_names(self.spelled[name], valid_keys)
             hint = f"; did you mean {near[0]}?" if near else ""
             self.note(kind, [name], f"nothing of it is in the config{hint}")
         elif kind == "unknown" or (value in OFF and (kind != "changed" or value is None)):

@@ -15,6 +15,7 @@ from workflow.lib.settings.config import RunConfig, is_hub_id, path_exists
 from workflow.lib.settings.evaluate import CONVERTER
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.input_files import why_unreadable
+from workflow.lib.system.near_names import did_you_mean
 
 FOLDERS = ("model.source", "evaluate.tasks_dir")
 FILES = ("data.chat_template", "quantize.calibration_text")
@@ -89,8 +90,9 @@ def check_path(key: str, value: str, *, run: str) -> None:
         reason = "it begins like an option of a command"
         raise setting_error(key, value, reason, f"Write ./{value}")
     if (why := why_unreadable(Path(value))) is not None:
+        near = did_you_mean(value, root=Path(), is_folder=key in FOLDERS)
         raise UserError(
-            f"{key} = {value!r} (run {run}): {why}. {unexpanded(value)}Give a "
+            f"{key} = {value!r} (run {run}): {why}. {unexpanded(value)}{near}Give a "
             "path that exists, relative to the folder you run in"
             + (", or a hub id of the form owner/name." if key == "model.source" else ".")
         )

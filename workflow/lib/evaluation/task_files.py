@@ -5,7 +5,6 @@ The harness imports the functions of `!function`, runs metrics that it does not 
 Transformers runs `custom_generate`. So only known keys pass, and names of the harness' own
 registries (the tests compare these tables with it)."""
 
-import difflib
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from workflow.lib.settings.evaluate import MEASURED_BY, EvaluateConfig, is_loss
 from workflow.lib.settings.yaml_files import compose_yaml
 from workflow.lib.system.environment import importing
 from workflow.lib.system.errors import UserError, as_yaml, setting_error
+from workflow.lib.system.near_names import near_names
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -285,7 +285,7 @@ def known_tasks(settings: EvaluateConfig) -> "TaskManager":
 def unknown_task(
     name: str, tasks: Collection[str], *, settings: EvaluateConfig, version: str
 ) -> UserError:
-    nearest = difflib.get_close_matches(name, tasks, n=3, cutoff=0.5)
+    nearest = near_names(name, tasks, count=3)
     folder = f"in {settings.tasks_dir} nor " if settings.tasks_dir else ""
     return setting_error(
         "evaluate.tasks",

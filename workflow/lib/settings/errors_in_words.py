@@ -5,7 +5,6 @@ gets one line with all allowed forms. Branches of tagged unions have a tag in an
 keys of a section are below `<source>`."""
 
 import datetime
-import difflib
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -16,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from workflow.lib.system.errors import as_yaml
+from workflow.lib.system.near_names import near_names
 
 TRAINERS = Path(__file__).parents[2] / "resources" / "trainers"  # keys of others: `importing`
 SECTION_TAG = "<source>"
@@ -174,10 +174,12 @@ def _unknown_key(model: type[BaseModel], location: tuple[Any, ...]) -> str:
         *([short] if short in valid else []),
         *([settings[joined]] if joined in settings else []),
         *(name for name in valid if len(key) > 3 and key in name),
+        *(name for name in valid if key == "".join(word[0] for word in name.split("_"))),  # lr
         *(name for name in elsewhere if key == name.partition(".")[2]),
         *([settings[key]] if key in settings else []),
     ]
-    near = difflib.get_close_matches(key, valid, n=1, cutoff=0.6)
+    misspelt = near_names(key, [name.partition(".")[2] for name in elsewhere])
+    near = near_names(key, valid) or [x for x in elsewhere if x.partition(".")[2] in misspelt]
     if key in elsewhere:
         hint = "Write it in two levels: {}: {{{}: ...}}.".format(*key.split("."))
     elif key in reasons and not meant:

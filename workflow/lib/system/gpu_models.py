@@ -6,12 +6,12 @@ halved. Links: the same sheets, one direction (NVLink's figures count both), wit
 bridges. Memory: `total_memory` of CUDA, as in PyTorch's out-of-memory messages; it is below the
 nominal figure, and error correction reduces it further."""
 
-import difflib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from workflow.lib.system.errors import setting_error
+from workflow.lib.system.near_names import near_names
 
 # The count is before or after the kind: 2x4090, 2*4090, 4090x2, RTX4090:2 as in Slurm.
 COUNT_BEFORE = re.compile(r"(?P<count>[0-9]{1,9})\s*[x*]\s*(?P<kind>.+)", re.IGNORECASE)
@@ -113,8 +113,8 @@ def parse_gpus(text: str, *, setting: str) -> tuple[int, GpuModel]:
     if len(right) > 1:
         raise setting_error(setting, text, "either number can be the kind", FORM)
     if not right:
-        *counted, plain = readings
-        kinds = [kind for _, kind in counted or [plain]]
+        *counted, (_, plain) = readings
+        kinds = [kind for count, kind in counted if 1 <= count <= MOST_GPUS] or [plain]
         raise setting_error(setting, text, *_unknown_kind(max(kinds, key=len)))
     ((count, model),) = right
     if not 1 <= count <= MOST_GPUS:
@@ -159,12 +159,12 @@ def _models_by_plain_name() -> dict[str, GpuModel]:
 
 def _unknown_kind(kind: str) -> tuple[str, str]:
     models = _models_by_plain_name()
-    near = difflib.get_close_matches(_plain(kind), models, n=3, cutoff=0.3)
-    names = list(dict.fromkeys(models[key].aliases[0] for key in near))
-    names = names or [model.aliases[0] for model in MODELS]
+    near = near_names(_plain(kind), models, count=3)
+    names = ", ".join(dict.fromkeys(models[key].aliases[0] for key in near))
+    all_names = ", ".join(model.aliases[0] for model in MODELS)
+    kinds = f"Did you mean {names}?" if near else f"Known are {all_names}."
     return f"no GPU of the name {kind!r} is known", (
-        f"{FORM}. Did you mean {', '.join(names)}? Another kind has its figures behind its name: "
-        f"{OTHER_EXAMPLE}"
+        f"{FORM}. {kinds} Another kind has its figures behind its name: {OTHER_EXAMPLE}"
     )
 
 

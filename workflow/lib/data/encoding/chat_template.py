@@ -3,7 +3,6 @@
 The template is code of others: Transformers runs it in Jinja's immutable sandbox. A text that it
 leaves out would silently not be trained; `rendered_texts` looks for such texts."""
 
-import difflib
 import json
 import re
 from collections.abc import Collection, Mapping
@@ -23,6 +22,7 @@ from workflow.lib.data.encoding.tool_calls import Tool, ToolCall, with_short_ids
 from workflow.lib.data.reading.row_chunks import MAX_ROW_BYTES
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.limits import BoundedWork
+from workflow.lib.system.near_names import near_names
 
 GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
@@ -142,7 +142,7 @@ class ChatTemplate:
         unknown = [n for n in names if n not in self.arguments and n not in self._special_tokens]
         if not unknown:
             return None
-        near = difflib.get_close_matches(unknown[0], self.arguments, n=1)
+        near = near_names(unknown[0], self.arguments)
         hint = f" (did you mean {near[0]}?)" if near else ""
         read = ", ".join(sorted(self.arguments)) or "none"
         return f"the chat template reads no argument {unknown[0]!r}{hint}; it reads {read}"

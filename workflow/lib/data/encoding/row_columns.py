@@ -3,7 +3,6 @@
 Names of columns come from `data.columns`; without them, from a table of the names in public
 datasets."""
 
-import difflib
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ from workflow.lib.data.reading.row_chunks import printable
 from workflow.lib.settings.data import DataColumns, Format
 from workflow.lib.settings.objectives import Examples
 from workflow.lib.system.errors import UserError, setting_error
+from workflow.lib.system.near_names import near_names
 
 DEFAULTS = DataColumns()
 # Columns that a format needs, by their keys of `data.columns`; `auto` takes the first format that
@@ -224,7 +224,7 @@ def _misspelt(present: Collection[str], columns: DataColumns) -> str:
     for key in DataColumns.model_fields:
         name = getattr(columns, key)
         if name not in present and _is_named(key, columns):
-            near = difflib.get_close_matches(name, present, n=1)
+            near = near_names(name, present)
             hint = f"; did you mean {_listed(near)}? " if near else ". "
             parts.append(f"data.columns.{key} = {name!r} is none of them{hint}")
     return "".join(parts)

@@ -4,7 +4,6 @@ A folder gets its name only when its files have the hub's checksums. Until then 
 `.<name>.partial`, and a repeated command resumes from there. Weights are safetensors only, and code
 is never fetched. `huggingface_hub` reads `HF_TOKEN` and `HF_ENDPOINT`."""
 
-import difflib
 import errno
 import glob
 import shutil
@@ -34,6 +33,7 @@ from workflow.lib.system.artifact_files import read_artifact
 from workflow.lib.system.checksums import HUB_RECORD
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.files import file_sha256, read_json, sync
+from workflow.lib.system.near_names import near_path, near_paths
 from workflow.lib.system.number_formats import listed_names
 
 MANIFEST = HUB_RECORD
@@ -182,7 +182,7 @@ def _dataset_files(source: Source, paths: Sequence[str]) -> set[str]:
     for name in source.files or ():
         matches = matching(paths, name)
         if not matches:
-            near = difflib.get_close_matches(name, paths, n=5, cutoff=0.5)
+            near = near_paths(name, paths, count=5)
             hint = (
                 f"near names are {listed_names(near)}" if near else f"it has {listed_names(paths)}"
             )
@@ -304,7 +304,9 @@ def explain(source: Source, error: Exception) -> UserError | None:
     matters: huggingface_hub derives "gated" from "not found", both from HTTP errors."""
     local = LOCAL[source.kind]
     # a mistyped folder name looks like an id of the hub
-    taken = f"no folder {source.repo_id} is here, so it was taken as a hub id"
+    near = near_path(source.repo_id, root=Path(), is_folder=True)
+    other = "" if near is None else f", but {near} is"
+    taken = f"no folder {source.repo_id} is here{other}, so it was taken as a hub id"
     unknown = f"{taken}, and the hub has no {source.kind} of that name that you may read"
     match error:
         case errors.GatedRepoError():

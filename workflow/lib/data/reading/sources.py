@@ -3,7 +3,6 @@
 A source is a file, a folder, a saved dataset, or a glob (`**` crosses folders), below the working
 directory or a hub dataset (`hub_paths`). Files are sorted by name. Reads no data."""
 
-import difflib
 import json
 import re
 from collections import Counter
@@ -17,6 +16,7 @@ from workflow.lib.settings.data import DataColumns, DataConfig, DataSource, File
 from workflow.lib.system.checksums import HUB_RECORD
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.input_files import NOT_THERE, why_unreadable
+from workflow.lib.system.near_names import did_you_mean
 
 SAVED_STATE = "state.json"  # in a folder written by Dataset.save_to_disk
 SAVED_SPLITS = "dataset_dict.json"  # in a folder written by DatasetDict.save_to_disk
@@ -105,7 +105,7 @@ def find_files(path: str, *, setting: str, root: Path) -> list[str]:
         missing = "no file matches"
         if not MAGIC.search(path) or why_unreadable(root / path) != NOT_THERE:
             missing = why_unreadable(root / path) or NOT_THERE
-        near = _nearest(root / path) if missing == NOT_THERE else ""
+        near = did_you_mean(path, root=root) if missing == NOT_THERE else ""
         if HUB_ID.fullmatch(path) and setting.startswith("data.") and root == Path() and not near:
             near = f"A dataset of the hub is named by data.source, and its files by {setting}. "
         where = "the folder you run in" if root == Path() else f"the dataset's repository ({root})"
@@ -126,15 +126,6 @@ def unexpanded(path: str) -> str:
     if "://" in path:
         return "Addresses are not read: load the file, or name a repository of the hub by its id. "
     return ""
-
-
-def _nearest(path: Path) -> str:
-    try:
-        names = [entry.name for entry in path.parent.iterdir()]
-    except (OSError, ValueError):  # no such folder, or a name that none can have
-        return ""
-    near = difflib.get_close_matches(path.name, names, n=1)
-    return f"Did you mean {near[0]!r}? " if near else ""
 
 
 def _named_files(path: str, *, root: Path, setting: str) -> list[str]:

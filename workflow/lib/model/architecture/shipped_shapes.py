@@ -3,7 +3,6 @@
 `workflow/resources/models/shapes.json` holds sizes, published parameters and ids of the same shape
 by hub id. `workflow.scripts.write_model_descriptions` makes `descriptions.json.gz` of it."""
 
-import difflib
 import gzip
 import json
 from functools import cache
@@ -12,6 +11,7 @@ from typing import Any
 
 from workflow.lib.model.architecture.model_shape import ModelShape, shape_of_document
 from workflow.lib.system.files import read_json
+from workflow.lib.system.near_names import near_names
 
 SHAPES = Path(__file__).parents[3] / "resources" / "models" / "shapes.json"
 DESCRIPTIONS = SHAPES.with_name("descriptions.json.gz")
@@ -58,4 +58,4 @@ def nearest_models(name: str) -> list[str]:
     """Return up to 5 shipped hub ids that are spelled like `name`."""
     by_short = {hub_id.lower().rpartition("/")[2]: hub_id for hub_id in known_models()}
     short = name.lower().rpartition("/")[2]
-    return [by_short[near] for near in difflib.get_close_matches(short, by_short, n=5, cutoff=0.4)]
+    return [by_short[near] for near in near_names(short, by_short, count=5)]
