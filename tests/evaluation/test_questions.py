@@ -25,6 +25,7 @@ from workflow.lib.objectives.from_settings import objective_of
 from workflow.lib.settings.config import (
     DistillConfig,
     EvaluateConfig,
+    GrpoConfig,
     ModelConfig,
     PreferencesConfig,
 )
@@ -195,7 +196,9 @@ class OfPairs(Evaluator):
     """Evaluates training on pairs: the rewards of their two answers, without a reference."""
 
     def preferences(self, tokens, settings):
-        objective = objective_of("simpo", PreferencesConfig(beta=1.0), DistillConfig())
+        objective = objective_of(
+            "simpo", PreferencesConfig(beta=1.0), DistillConfig(), GrpoConfig()
+        )
         return Preferences.of(tokens, objective, None, settings=settings)
 
 

@@ -15,7 +15,12 @@ from workflow.lib.evaluation.rewards import (
 )
 from workflow.lib.objectives.from_settings import objective_of
 from workflow.lib.scores.store import Scores
-from workflow.lib.settings.config import DistillConfig, EvaluateConfig, PreferencesConfig
+from workflow.lib.settings.config import (
+    DistillConfig,
+    EvaluateConfig,
+    GrpoConfig,
+    PreferencesConfig,
+)
 from workflow.lib.settings.forms import TRAINED
 
 SETTINGS = EvaluateConfig(tasks=())
@@ -47,7 +52,7 @@ def reference_scores():
 
 
 def preferences(name, *, scores=None, settings=SETTINGS, good=None, **given):
-    objective = objective_of(name, PreferencesConfig(**given), DistillConfig())
+    objective = objective_of(name, PreferencesConfig(**given), DistillConfig(), GrpoConfig())
     store = pairs_store(examples="pairs" if good is None else "rated", good=good)
     return Preferences.of(store, objective, scores, settings=settings)
 
@@ -73,7 +78,7 @@ def test_distance_to_the_reference_is_of_the_answers_tokens():
 
 def test_measured_start_is_the_reference():
     """Its log p are those of the same forward as the subjects'."""
-    objective = objective_of("dpo", PreferencesConfig(beta=0.5), DistillConfig())
+    objective = objective_of("dpo", PreferencesConfig(beta=0.5), DistillConfig(), GrpoConfig())
     asked = Preferences.of(
         pairs_store(), objective, None, settings=SETTINGS, measured_reference="base"
     )

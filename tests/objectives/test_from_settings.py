@@ -12,6 +12,7 @@ from workflow.lib.objectives.from_settings import objective_of
 from workflow.lib.objectives.pairs import Answers, Pairs
 from workflow.lib.settings.objectives import (
     DistillConfig,
+    GrpoConfig,
     ObjectiveName,
     PairLoss,
     PreferencesConfig,
@@ -102,12 +103,12 @@ def test_losses_of_dpo_are_those_of_their_formulas(loss_type):
         ]
         return FORMULAS[loss_type](0.4, e, *ratios)
 
-    compare(objective_of("dpo", settings, DistillConfig()), formula)
+    compare(objective_of("dpo", settings, DistillConfig(), GrpoConfig()), formula)
 
 
 def test_loss_of_ipo_is_the_square_of_mean_log_ratios_and_half_of_the_inverse_of_beta():
     compare(
-        objective_of("ipo", given(beta=0.3), DistillConfig()),
+        objective_of("ipo", given(beta=0.3), DistillConfig(), GrpoConfig()),
         lambda c, r: (
             ((c.log_p - c.reference) / c.tokens - (r.log_p - r.reference) / r.tokens - 1 / 0.6) ** 2
         ),
@@ -117,7 +118,7 @@ def test_loss_of_ipo_is_the_square_of_mean_log_ratios_and_half_of_the_inverse_of
 def test_loss_of_simpo_has_the_published_beta_where_none_is_given():
     settings = given(gamma=0.8, label_smoothing=0.1)
     compare(
-        objective_of("simpo", settings, DistillConfig()),
+        objective_of("simpo", settings, DistillConfig(), GrpoConfig()),
         lambda c, r: smoothed(2.0 * (c.log_p / c.tokens - r.log_p / r.tokens) - 0.8, 0.1),
     )
 
@@ -128,7 +129,7 @@ def test_loss_of_orpo_is_the_logistic_loss_of_log_odds_ratios():
         return (p / (1 - p)).log()
 
     compare(
-        objective_of("orpo", given(), DistillConfig()),
+        objective_of("orpo", given(), DistillConfig(), GrpoConfig()),
         lambda c, r: -0.1 * s(log_odds(c) - log_odds(r)).log(),
     )
 
@@ -137,7 +138,7 @@ def test_log_odds_of_answers_that_are_almost_certain_are_finite():
     tokens = torch.ones(2)
     sure = Answers(torch.tensor([-1e-7, -60.0], requires_grad=True), None, tokens)
     unsure = Answers(torch.tensor([-math.log(2.0), -1e-7]), None, tokens)
-    objective = objective_of("orpo", given(), DistillConfig())
+    objective = objective_of("orpo", given(), DistillConfig(), GrpoConfig())
     assert isinstance(objective, Pairs)
     objective.losses(sure, unsure).sum().backward()
     assert sure.log_p.grad.isfinite().all()
@@ -154,7 +155,7 @@ EXTREMES = torch.tensor([-1e4, -1e3, -95.0, 0.0, 95.0, 1e3, 1e4])
 def test_losses_of_pairs_and_their_gradients_are_finite_at_ten_thousand_nats(name, loss_type, beta):
     e = SMOOTHING.get(loss_type, 0.0)
     settings = given(loss_type=loss_type, beta=beta, label_smoothing=e)
-    objective = objective_of(name, settings, DistillConfig())
+    objective = objective_of(name, settings, DistillConfig(), GrpoConfig())
     c, r = (x.flatten() for x in torch.meshgrid(EXTREMES, EXTREMES, indexing="ij"))
     chosen, rejected = (
         Answers(x.requires_grad_(), torch.zeros_like(x), torch.ones_like(x)) for x in (c, r)
@@ -170,7 +171,7 @@ def test_log_odds_of_answers_of_probability_1_are_finite_and_keep_their_directio
     chosen, rejected = (
         Answers(x.clone().requires_grad_(), None, torch.ones(4)) for x in (p, p.flip(0))
     )
-    objective = objective_of("orpo", given(), DistillConfig())
+    objective = objective_of("orpo", given(), DistillConfig(), GrpoConfig())
     losses = objective.losses(chosen, rejected)
     losses.sum().backward()
     assert torch.cat([losses, chosen.log_p.grad, rejected.log_p.grad]).isfinite().all()
@@ -189,11 +190,11 @@ def test_log_odds_of_answers_of_probability_1_are_finite_and_keep_their_directio
     ],
 )
 def test_objective_says_whether_a_healthy_gradient_may_be_zero(name, sizes, possible):
-    objective = objective_of(name, given(), DistillConfig())
+    objective = objective_of(name, given(), DistillConfig(), GrpoConfig())
     assert objective.may_stand_still(sizes) is possible
 
 
 def test_what_objectives_tell_of_a_step_is_declared():
     for name in get_args(ObjectiveName):
-        objective = objective_of(name, given(), DistillConfig())
+        objective = objective_of(name, given(), DistillConfig(), GrpoConfig())
         assert {figure.name for figure in objective.figures} <= set(Step.model_fields), name

@@ -97,7 +97,7 @@ def survey(world, base):
         model = build(base, configured("sft", head), world)
         for name in SETTINGS:
             config, store = configured(name, head), store_of(name)
-            of = config.train.objective, config.preferences, config.distill
+            of = config.train.objective, config.preferences, config.distill, config.grpo
             model.training.objective = objective_of(*of)
             for rows in {share, 1}:
                 step = one_step(model, config, world, rows, store=store)
@@ -170,7 +170,7 @@ def test_weights_that_are_all_equal_change_nothing():
     """A gradient three times as large is divided by a sum of weights three times as large."""
     plain = scored_rows("texts")
     tripled = scored_rows("texts")
-    tripled.weights = 3.0 * tripled.loss_mask
+    tripled.optional["weights"] = 3.0 * tripled.loss_mask
     rows = np.arange(2)
     (divisor,), (alone,) = (NEXT_TOKEN.step_sizes(store, rows) for store in (tripled, plain))
     assert divisor == 3 * alone

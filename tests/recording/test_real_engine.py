@@ -18,7 +18,7 @@ from workflow.lib.model.recomputation import checkpoint_activations_
 from workflow.lib.model.training_module import loss_in
 from workflow.lib.objectives.from_settings import objective_of
 from workflow.lib.scores.store import Scores
-from workflow.lib.settings.objectives import NEEDS, DistillConfig, PreferencesConfig
+from workflow.lib.settings.objectives import NEEDS, DistillConfig, GrpoConfig, PreferencesConfig
 from workflow.lib.training.batches import make_batch, with_examples, with_scores
 from workflow.lib.training.gradients import LossSum
 from workflow.lib.training.micro_batch_graphs import forward_backward
@@ -124,7 +124,7 @@ def allocated(base, *, targets, dora, every, modules=(), batches=1, dropout=0.0,
         base, every=every, target_modules=targets, use_dora=dora, modules_to_save=modules,
         dropout=dropout,
     )  # fmt: skip
-    training.objective = objective_of(objective, PreferencesConfig(), DistillConfig())
+    training.objective = objective_of(objective, PreferencesConfig(), DistillConfig(), GrpoConfig())
     batch, peaks = batch_for(objective), []
     known = [*training.parameters(), *training.buffers()]
     with Recorder(known) as seen, training.adapters.unchanged():

@@ -7,6 +7,7 @@ import pytest
 from workflow.lib.settings.config import RunConfig, load_config
 from workflow.lib.settings.objectives import (
     DistillConfig,
+    GrpoConfig,
     ObjectiveName,
     PreferencesConfig,
     needs_of,
@@ -17,6 +18,7 @@ from workflow.lib.system.errors import UserError
 SETTINGS = [
     *(f"preferences.{key}" for key in PreferencesConfig.model_fields),
     *(f"distill.{key}" for key in DistillConfig.model_fields),
+    *(f"grpo.{key}" for key in GrpoConfig.model_fields),
 ]
 
 
@@ -33,7 +35,8 @@ def test_every_setting_has_an_objective_that_reads_it_and_is_one() -> None:
 def test_whoever_reads_scores_names_the_model() -> None:
     for name in get_args(ObjectiveName):
         needs = needs_of(name)
-        scored = {"preferences.reference", "distill.teacher"} & set(needs.settings)
+        named = {"preferences.reference", "distill.teacher", "grpo.kl_reference"}
+        scored = named & set(needs.settings)
         assert scored == ({needs.scores_of} if needs.scores_of else set()), name
 
 
@@ -77,7 +80,11 @@ def test_whoever_reads_scores_names_the_model() -> None:
             {"train": {"objective": "dpo"}, "preferences": {"loss_type": "aot"}},
             "preferences.loss_type = 'aot': must be 'sigmoid'",
         ),
-        ({"train": {"objective": "grpo"}}, "train.objective = 'grpo': must be 'sft'"),
+        ({"train": {"objective": "ppo"}}, "train.objective = 'ppo': must be 'sft'"),
+        (
+            {"train": {"objective": "grpo"}, "grpo": {"kl_reference": "original"}},
+            "kl_reference = original: with kl = 0.0 it has no effect. Raise kl, or set it to start",
+        ),
         (
             {
                 "train": {"objective": "kto"},

@@ -19,7 +19,7 @@ def survey(world, base):
         train = config.train.model_copy(update={"global_batch_size": len(PROMPTED)})
         config = config.model_copy(update={"train": train})
         model = build(base, config, world)
-        of = config.train.objective, config.preferences, config.distill
+        of = config.train.objective, config.preferences, config.distill, config.grpo
         model.training.objective = objective_of(*of)
         for shares in (False, True):
             model.training.shares_prompts = shares

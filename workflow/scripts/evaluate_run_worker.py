@@ -46,6 +46,7 @@ from workflow.lib.scores.store import ScoreStore, recorded_scores
 from workflow.lib.settings.config import (
     DistillConfig,
     EvaluateConfig,
+    GrpoConfig,
     ModelConfig,
     PreferencesConfig,
     TrainConfig,
@@ -144,7 +145,8 @@ def objective_questions(
     name = TrainConfig.model_validate(args.config["train"]).objective
     preferences = PreferencesConfig.model_validate(args.config["preferences"])
     distill = DistillConfig.model_validate(args.config["distill"])
-    objective = objective_of(name, preferences, distill)
+    grpo = GrpoConfig.model_validate(args.config["grpo"])
+    objective = objective_of(name, preferences, distill, grpo)
     top_k = distill.top_k if name == "distill" else 0
     scores = ScoreStore.open(args.scores, tokens=store, top_k=top_k) if args.scores else None
     if not isinstance(objective, Pairs | RatedAnswers):

@@ -15,6 +15,7 @@ from workflow.lib.data.tokens.token_store import (
     WEIGHTS,
     TokenStore,
     map_array,
+    optional_files,
     recorded_arrays,
 )
 from workflow.lib.data.tokens.token_writer import Window, write_heldout, write_train
@@ -23,6 +24,7 @@ from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import file_sha256, write_checked_json
 
 SEQ_LEN = 7
+ADVANTAGES = optional_files("advantages")
 PAD = 9
 
 
@@ -224,6 +226,10 @@ def test_rated_answers_say_of_each_token_and_heldout_document_whether_they_are_g
         ({"format_version": 2}, "format_version = 2, .* Delete the folder"),
         ({"examples": "ranked"}, "examples = 'ranked', but .* knows texts, pairs, rated"),
         ({"examples": "rated"}, "its examples are rated, and it has no optional array"),
+        (
+            {"examples": "groups", "more": ADVANTAGES},
+            f"its examples are groups, and it has {ADVANTAGES[0]}",
+        ),
         (
             {"examples": "pairs", "more": WEIGHTS[:1]},
             f"examples are pairs, and it has {WEIGHTS[0]}",

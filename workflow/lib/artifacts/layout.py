@@ -16,7 +16,7 @@ from workflow.lib.settings.config import ReportConfig, RunConfig, Section, is_hu
 from workflow.lib.settings.effects import Affects
 from workflow.lib.settings.evaluate import LLAMA_CPP_RELEASE
 from workflow.lib.settings.forms import EXPORTS
-from workflow.lib.settings.objectives import needs_of
+from workflow.lib.settings.objectives import PAIRED, needs_of
 from workflow.lib.system.files import short_hash
 
 RESULTS = PurePosixPath("results")
@@ -85,9 +85,9 @@ def tokens_key(run: RunConfig) -> str:
 
 
 def _examples_asked(run: RunConfig) -> dict[str, Any]:
-    """Return the kind of a run's examples, if they are not texts."""
+    """Return the kind of a run's examples in its data, if they are not texts."""
     examples = needs_of(run.train.objective).examples
-    return {} if examples == "texts" else {"examples": examples}
+    return {"examples": examples} if examples in PAIRED else {}
 
 
 def base_key(run: RunConfig) -> str:
@@ -251,7 +251,7 @@ def fingerprint(run: RunConfig, *, any_length: bool = False) -> str:
     train = trained.train.model_dump(mode="json")
     if any_length:
         train |= {"epochs": None, "max_steps": None}
-    sections = (trained.lora, trained.preferences, trained.distill)
+    sections = (trained.lora, trained.preferences, trained.distill, trained.grpo)
     others = [section.model_dump(mode="json") for section in sections]
     numerics = [run.model.compute_dtype, run.model.attention_dropout, run.model.attention]
     start = None if run.start is None else fingerprint(run.start)

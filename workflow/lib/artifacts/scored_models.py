@@ -1,6 +1,6 @@
 """The model whose scores a run's training reads: its files, and the folder of its scores.
 
-`preferences.reference` and `distill.teacher` name it, as the objective needs: `start` and
+`Needs.scores_of` names the setting that says it, as the objective needs: `start` and
 `original` are words, a run's name takes precedence over a folder of this name, and all else is a
 folder or a hub id. The scores' folder has a key of the model's identity, the tokens and k, so all
 runs of a sweep share it."""
@@ -21,7 +21,7 @@ from workflow.lib.checkpoints.files.model_files import (
     MODEL_PATTERNS,
 )
 from workflow.lib.settings.config import RunConfig, is_hub_id, path_exists
-from workflow.lib.settings.objectives import START, needs_of, reads_start
+from workflow.lib.settings.objectives import START, needs_of
 from workflow.lib.system.errors import setting_error
 from workflow.lib.system.files import SUMS, short_hash
 
@@ -73,10 +73,12 @@ def made_folders(runs: Mapping[str, RunConfig], scored: Mapping[str, ScoredModel
 def _scored(name: str, runs: Mapping[str, RunConfig]) -> ScoredModel | None:
     run = runs[name]
     setting = needs_of(run.train.objective).scores_of
-    if setting is None or reads_start(run.train.objective, run.preferences):
+    if setting is None:
         return None
     section, _, key = setting.partition(".")
     named: str = getattr(getattr(run, section), key)
+    if named == START and setting != "distill.teacher":
+        return None  # the training computes it
     top_k = run.distill.top_k if setting == "distill.teacher" else 0
     kind = _kind(name, named, setting, runs)
     identity, label, base, model, files = kind(run, named, runs)
@@ -162,8 +164,9 @@ def _check_order(runs: Mapping[str, RunConfig], named: Mapping[str, str]) -> Non
         TopologicalSorter(predecessors).prepare()
     except CycleError as error:
         way: list[str] = error.args[1][::-1]  # each after the one that waits for it
+        setting = needs_of(runs[way[0]].train.objective).scores_of or "train.start_from"
         raise setting_error(
-            f"preferences.reference or distill.teacher (run {way[0]})",
+            f"{setting} (run {way[0]})",
             named.get(way[0], runs[way[0]].train.start_from),
             f"these runs would wait for each other: {' -> '.join(way)}",
             "Name another model in one of them",

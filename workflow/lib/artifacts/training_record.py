@@ -141,7 +141,7 @@ class Step(Record):
     """A line of `finetune/metrics.jsonl`: a logged step, with counts over all processes."""
 
     step: Annotated[int, Field(ge=1)]  # number of the optimizer step, from 1
-    loss: float  # mean loss of a trained token, a pair or a rated answer (nats)
+    loss: float  # mean loss of a trained token, a pair or an answer (nats)
     grad_norm: float  # norm of the gradient before it is clipped
     learning_rate: float  # learning rate of the step
     trained_tokens: int  # prediction targets of the step
@@ -169,7 +169,15 @@ class Step(Record):
     log_probs_desirable: float | None = None  # of rated answers: mean log p of desirable ones, nats
     log_probs_undesirable: float | None = None  # the same of undesirable ones
     kl: float | None = None
-    """Of rated answers: mean log p - log p_ref of mismatched ones, an estimate of KL, nats."""
+    """Of rated answers: mean log p - log p_ref of mismatched ones, an estimate of KL, nats. Of
+    groups: KL to the reference, estimated from the trained tokens (k3), nats per token."""
+    clipped: float | None = None  # of groups: share of trained tokens whose ratio is clipped
+    ratio: float | None = None
+    """Of groups: mean probability of a trained token, divided by the one at the run's start."""
+    entropy: float | None = None
+    """Of groups: mean -log p of trained tokens, which were sampled: an estimate of entropy."""
+    importance: float | None = None
+    """Of groups: mean weight for the difference of sampler and trainer."""
     teacher_kl: float | None = None
     """Of distillation: KL of the student to the teacher, nats per trained token."""
     sft_loss: float | None = None  # of distillation: supervised loss, nats per trained token

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+from workflow.lib.objectives.grpo import Grpo
 from workflow.lib.objectives.kto import RatedAnswers
 from workflow.lib.objectives.next_token import NEXT_TOKEN, Distill
 from workflow.lib.objectives.objective import Objective
@@ -14,14 +15,22 @@ from workflow.lib.objectives.pairs import (
     reward_by_reference,
     simpo,
 )
-from workflow.lib.settings.objectives import DistillConfig, ObjectiveName, PreferencesConfig
+from workflow.lib.settings.objectives import (
+    DistillConfig,
+    GrpoConfig,
+    ObjectiveName,
+    PreferencesConfig,
+)
 
 BETA = 0.1
 SIMPO_BETA = 2.0  # arXiv 2405.14734, section 3
 
 
 def objective_of(
-    name: ObjectiveName, preferences: PreferencesConfig, distill: DistillConfig
+    name: ObjectiveName,
+    preferences: PreferencesConfig,
+    distill: DistillConfig,
+    grpo: GrpoConfig,
 ) -> Objective:
     """Return the objective of the settings; without `preferences.beta` it is 0.1, SimPO's 2."""
     beta = preferences.beta or (SIMPO_BETA if name == "simpo" else BETA)
@@ -46,3 +55,5 @@ def objective_of(
             return RatedAnswers(beta, preferences.desirable_weight, preferences.undesirable_weight)
         case "distill":
             return Distill(distill.temperature, distill.sft_weight)
+        case "grpo":
+            return Grpo(grpo)

@@ -69,7 +69,12 @@ class TokensOfBatch:
     weights: torch.Tensor | None = None  # (n,) fp32 of trained tokens; None = 1
     firsts: torch.Tensor | None = None  # (examples,) documents that are the first of two
     desirable: torch.Tensor | None = None  # (examples,) bool, of rated answers
+    advantages: torch.Tensor | None = None  # (n,) fp32, of the answers that trained tokens are of
+    sampled_log_probs: torch.Tensor | None = None
+    """(n,) fp32, log p of trained tokens by the model that sampled them."""
     reference: torch.Tensor | None = None  # (n,) fp32, log p of trained tokens by the reference
+    scored: torch.Tensor | None = None
+    """(n,) fp32, the same by another model, where the reference is the start of the training."""
     teacher_ids: torch.Tensor | None = None  # (n, k), the teacher's likeliest tokens
     teacher_log_probs: torch.Tensor | None = None
     """(n, k + 1) fp32, log p of these and of all others together."""
@@ -158,8 +163,11 @@ class Objective(Protocol):
 def document_sums(values: torch.Tensor, batch: TokensOfBatch) -> torch.Tensor:
     """Return the sum (documents,) of `values` (n,) over each document's trained tokens, in their
     order on every device; 0 of padding."""
-    bounds, _ = batch.bounds
-    document = torch.searchsorted(bounds, batch.positions, right=True) - 1
-    sums = values.new_zeros(len(bounds) - 1)
+    sums = values.new_zeros(len(batch.bounds[0]) - 1)
     # atomic additions have a random order: index_put_ sorts first on a GPU
-    return sums.index_put((document,), values, accumulate=True)
+    return sums.index_put((document_numbers(batch),), values, accumulate=True)
+
+
+def document_numbers(batch: TokensOfBatch) -> torch.Tensor:
+    """Return the document (n,) int64 of each trained token, by number in the micro-batch."""
+    return torch.searchsorted(batch.bounds[0], batch.positions, right=True) - 1

@@ -56,7 +56,7 @@ from workflow.lib.recording.repeat_layers import (
 )
 from workflow.lib.recording.term_names import module_tensors, name_terms
 from workflow.lib.settings.config import LoraSettings, TrainConfig
-from workflow.lib.settings.objectives import DistillConfig, PreferencesConfig
+from workflow.lib.settings.objectives import DistillConfig, GrpoConfig, PreferencesConfig
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.device_types import RECORDED
 from workflow.lib.training.build import assemble_, complete_, dtype_of
@@ -200,7 +200,9 @@ class _Run:
             plan,
             world,
             lora=_lora(plan),
-            objective=objective_of(plan.objective, PreferencesConfig(), DistillConfig()),
+            objective=objective_of(
+                plan.objective, PreferencesConfig(), DistillConfig(), GrpoConfig()
+            ),
             router_aux_loss_coef=1.0 if plan.balances_routers else 0.0,
             choice=described.choice.among(numbers),
         )

@@ -30,7 +30,9 @@ from workflow.lib.settings.evaluate import (
 )
 from workflow.lib.settings.forms import EXPORTS, FORMS, SUBJECTS, TRAINED, Served, SubjectName
 from workflow.lib.settings.objectives import (
+    PAIRED,
     DistillConfig,
+    GrpoConfig,
     PreferencesConfig,
     needs_of,
     readers_of,
@@ -57,6 +59,7 @@ __all__ = [
     "DistillConfig",
     "EvaluateConfig",
     "ExportConfig",
+    "GrpoConfig",
     "HardwareConfig",
     "LoraSettings",
     "ModelConfig",
@@ -105,6 +108,8 @@ class Sections(Section):
     """Preferences: pairs and rated answers."""
     distill: DistillConfig = DistillConfig()
     """A teacher's predictions."""
+    grpo: GrpoConfig = GrpoConfig()
+    """Rewarded answers of the model itself."""
     hardware: HardwareConfig = HardwareConfig()
     """Machines and memory."""
     tracking: TrackingConfig = TrackingConfig()
@@ -156,7 +161,8 @@ class RunConfig(Sections):
         if self.evaluate.subjects == "auto":
             chosen = {"original", "base", "tuned", self.served, *self._measured_exports}
             chosen |= {"start"} if self.start is not None else set()
-        if self.evaluate.heldout and reads_start(self.train.objective, self.preferences):
+        paired = needs_of(self.train.objective).examples in PAIRED
+        if paired and self.evaluate.heldout and reads_start(self.train.objective, self.preferences):
             chosen.add("base" if self.train.start_from is None else "start")  # rewards need it
         return tuple(name for name in SUBJECTS if name in chosen)
 
@@ -194,7 +200,7 @@ class RunConfig(Sections):
     @model_validator(mode="after")
     def _required_rewards_are_trained(self) -> "RunConfig":
         required = [name for name in REWARDS if name in self.evaluate.require]
-        if required and needs_of(self.train.objective).examples == "texts":
+        if required and needs_of(self.train.objective).examples not in PAIRED:
             raise ValueError(
                 f"evaluate.require = {required[0]}: train.objective = {self.train.objective} "
                 "trains no preferences. Require it of the runs that do "
@@ -232,14 +238,14 @@ class RunConfig(Sections):
     def _answers_are_documents(self) -> "RunConfig":
         objective, data = self.train.objective, self.data
         examples = needs_of(objective).examples
-        if examples != "texts" and data.loss_on == "all":
+        if examples in PAIRED and data.loss_on == "all":
             raise ValueError(
                 f"data.loss_on = all: train.objective = {objective} compares answers, and prompts "
                 "are none. Set completions"
             )
         sources = (*data.train_sources, *data.heldout_sources)
         treatments = {source.overlong for source in sources} or {data.overlong}
-        if examples != "texts" and "split" in treatments:
+        if examples in PAIRED and "split" in treatments:
             raise ValueError(
                 f"data.overlong = split: train.objective = {objective} is trained on {examples}, "
                 "which cannot be divided. Set truncate or drop"
@@ -326,8 +332,8 @@ def ineffective_settings(document: Mapping[str, object]) -> list[str]:
 
 
 def _objective_settings(run: Sections) -> dict[str, tuple[Section, str]]:
-    """Return the settings of `preferences` and `distill` that are not at their defaults."""
-    sections = {"preferences": run.preferences, "distill": run.distill}
+    """Return the settings of `preferences`, `distill` and `grpo` that are not at their defaults."""
+    sections = {"preferences": run.preferences, "distill": run.distill, "grpo": run.grpo}
     return {
         f"{name}.{key}": (section, key)
         for name, section in sections.items()

@@ -1,4 +1,4 @@
-"""Settings of objectives beside supervised training: preferences, and a teacher."""
+"""Settings of objectives beside supervised training: preferences, a teacher, and rewards."""
 
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, NamedTuple
@@ -8,8 +8,10 @@ from pydantic import Field, model_validator
 from workflow.lib.settings.effects import Affects
 from workflow.lib.settings.section_base import Section
 
-ObjectiveName = Literal["sft", "dpo", "ipo", "simpo", "orpo", "kto", "distill"]
-Examples = Literal["texts", "pairs", "rated"]
+ObjectiveName = Literal["sft", "dpo", "ipo", "simpo", "orpo", "kto", "distill", "grpo"]
+Examples = Literal["texts", "pairs", "rated", "groups"]
+PAIRED: tuple[Examples, ...] = ("pairs", "rated")  # of two documents
+Normalization = Literal["token", "answer", "constant"]
 PairLoss = Literal[
     "sigmoid",
     "sigmoid_norm",
@@ -53,7 +55,7 @@ class PreferencesConfig(Section):
     undesirable_weight: float = Field(1.0, ge=0.0, le=1000.0)
     """kto: weight of undesirable answers."""
     shared_prompt: bool = True
-    """Compute the prompt once for both answers in training, if the attention supports it."""
+    """Compute a prompt once for all its answers in training, if the attention supports it."""
     sft_weight: float = Field(0.0, ge=0.0, le=1000.0)
     """dpo, ipo, simpo: weight of the supervised loss of chosen answers (per trained token), added
     to the loss of pairs."""
@@ -100,14 +102,46 @@ class DistillConfig(Section):
     """Weight of the supervised loss beside the teacher's."""
 
 
+class GrpoConfig(Section):
+    """Training on the model's own answers by their advantages (`train.objective: grpo`). The ratio
+    of a token is its probability, divided by the one at the start of the training."""
+
+    affects: ClassVar = Affects("result", stages=("preflight_run", "finetune", "evaluate_run"))
+
+    clip_low: float = Field(0.2, gt=0.0, lt=1.0)
+    """The smallest ratio to the start's probability that counts is 1 - clip_low."""
+    clip_high: float = Field(0.2, gt=0.0, le=100.0)
+    """The largest is 1 + clip_high (DAPO: 0.28)."""
+    normalize: Normalization = "token"
+    """Divisor of the loss: trained tokens (DAPO), each answer's own (GRPO), or a constant (Dr.
+    GRPO)."""
+    constant: int = Field(1024, ge=1)
+    """Tokens by which `normalize: constant` divides an answer's sum."""
+    importance_cap: float | None = Field(3.0, gt=0.0)
+    """Largest weight of a token whose sampler has another probability; null = no weights."""
+    kl: float = Field(0.0, ge=0.0, le=100.0)
+    """Weight of KL to `kl_reference`."""
+    kl_reference: ScoredModel = START
+    """`start`, or a model as in `preferences.reference`."""
+
+    @model_validator(mode="after")
+    def _reference_is_read(self) -> "GrpoConfig":
+        if self.kl == 0 and self.kl_reference != START:
+            raise ValueError(
+                f"kl_reference = {self.kl_reference}: with kl = 0.0 it has no effect. Raise kl, or "
+                f"set it to {START}"
+            )
+        return self
+
+
 class Needs(NamedTuple):
     """An objective's needs of data, scores and settings."""
 
     examples: Examples
-    scores_of: Literal["preferences.reference", "distill.teacher"] | None
+    scores_of: Literal["preferences.reference", "distill.teacher", "grpo.kl_reference"] | None
     """The setting that names the model whose scores it reads."""
     settings: tuple[str, ...]
-    """All settings of `preferences` and `distill` that it reads."""
+    """All settings of `preferences`, `distill` and `grpo` that it reads."""
     forward_first: bool = False
     """Its loss needs a number of the whole step, which one more forward of all micro-batches
     finds."""
@@ -136,6 +170,11 @@ NEEDS: Mapping[ObjectiveName, Needs] = {
     "distill": Needs(
         "texts", "distill.teacher", tuple(f"distill.{key}" for key in DistillConfig.model_fields)
     ),
+    "grpo": Needs(
+        "groups",
+        "grpo.kl_reference",
+        ("preferences.shared_prompt", *(f"grpo.{key}" for key in GrpoConfig.model_fields)),
+    ),
 }
 
 
@@ -145,12 +184,13 @@ def needs_of(objective: ObjectiveName) -> Needs:
 
 
 def reads_start(objective: ObjectiveName, preferences: PreferencesConfig) -> bool:
-    """Return whether an objective's reference is the start of the training, which the training
-    module computes itself."""
-    needs_reference = needs_of(objective).scores_of == "preferences.reference"
-    return needs_reference and preferences.reference == START
+    """Return whether an objective compares the model with the start of the training, which the
+    training module computes itself."""
+    needs = needs_of(objective)
+    needs_reference = needs.scores_of == "preferences.reference"
+    return needs.examples == "groups" or (needs_reference and preferences.reference == START)
 
 
 def readers_of(setting: str) -> list[ObjectiveName]:
-    """Return the objectives that read a setting of `preferences` or `distill`."""
+    """Return the objectives that read a setting of `preferences`, `distill` or `grpo`."""
     return [name for name, needs in NEEDS.items() if setting in needs.settings]

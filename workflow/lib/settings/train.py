@@ -204,7 +204,7 @@ class TrainConfig(Section):
         ObjectiveName, Affects(stages=("preflight_run", "finetune", "evaluate_run"))
     ] = "sft"
     """Objective: the next token (`sft`), pairs (`dpo`, `ipo`, `simpo`, `orpo`), rated answers
-    (`kto`, see `preferences`), or a teacher's predictions (see `distill`)."""
+    (`kto`, see `preferences`), a teacher's predictions (see `distill`), or rewards (see `grpo`)."""
     start_from: Annotated[str | None, Affects(stages=("finetune",))] = Field(
         None, min_length=1, max_length=4096
     )

@@ -3,10 +3,9 @@
 A thread makes the next micro-batch in host memory during the current one, so the device does not
 wait for it."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,12 +13,13 @@ import numpy.typing as npt
 import torch
 
 from workflow.lib.data.tokens.packing import text_lengths
-from workflow.lib.data.tokens.token_store import TokenStore
+from workflow.lib.data.tokens.token_store import OPTIONAL, TokenStore
 from workflow.lib.kernels.attention.packed import document_bounds
 from workflow.lib.kernels.attention.shared_prompts import SharedPrompts, kept_tokens
 from workflow.lib.model.documents import documents_of
 from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.scores.store import Scores
+from workflow.lib.settings.objectives import PAIRED
 
 
 def attention_costs(position_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
@@ -125,27 +125,28 @@ def stored_batch(
 ) -> MicroBatch:
     """Return the micro-batch of some training rows in host memory, with the store's scores;
     row_tokens: as in `RowGroup`."""
-    arrays = (store.input_ids, store.position_ids, store.loss_mask)
-    ids, positions, mask = (np.asarray(array[rows]) for array in arrays)
-    weights = None if store.weights is None else np.asarray(store.weights[rows])
-    desirable = None if store.desirable is None else np.asarray(store.desirable[rows])
+    stored = [store.input_ids, store.position_ids, store.loss_mask, *store.optional.values()]
+    arrays = [np.asarray(array[rows]) for array in stored]
     if row_tokens is not None:
-        kept = kept_tokens(ids, positions, mask)
-        filled = partial(_filled, kept=kept, row_tokens=row_tokens)
-        positions = filled(positions, padding=np.arange(row_tokens))
-        ids, mask = filled(ids), filled(mask)
-        desirable = None if desirable is None else filled(desirable)
+        kept = kept_tokens(*arrays[:3])
+        paddings = [np.arange(row_tokens) if array is arrays[1] else None for array in arrays]
+        arrays = [
+            _filled(array, kept=kept, row_tokens=row_tokens, padding=padding)
+            for array, padding in zip(arrays, paddings, strict=True)
+        ]
+    ids, positions, mask, *values = arrays
+    optional = dict(zip(store.optional, values, strict=True))
     batch = make_batch(
         ids.astype(np.int64),
         positions.astype(np.int64),
         mask,
-        weights=weights,
+        by_token={name: x for name, x in optional.items() if OPTIONAL[name].per == "token"},
         device=torch.device("cpu"),
     )
     if row_tokens is not None:
         batch = replace(batch, shared=SharedPrompts.of(batch.position_ids.numpy()))
-    if store.examples != "texts":
-        batch = with_examples(batch, desirable)
+    if store.examples in PAIRED:
+        batch = with_examples(batch, optional.get("desirable"))
     return batch if store.scores is None else with_scores(batch, [store.scores.for_rows(rows)])
 
 
@@ -206,10 +207,11 @@ def make_batch(
     position_ids: npt.NDArray[np.int64],
     loss_mask: npt.NDArray[np.bool_],
     *,
-    weights: npt.NDArray[np.float32] | None = None,
+    by_token: Mapping[str, npt.NDArray[np.float32]] | None = None,
     device: torch.device,
 ) -> MicroBatch:
-    """Build a micro-batch from arrays (rows, seq_len); token i is predicted at i - 1."""
+    """Build a micro-batch from arrays (rows, seq_len); token i is predicted at i - 1. by_token:
+    values whose trained ones become fields."""
     flat_targets = np.flatnonzero(loss_mask)
     assert not loss_mask[:, 0].any(), (
         "the first token of a row has no predecessor to be predicted from"
@@ -219,6 +221,9 @@ def make_batch(
     def put(array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
+    fields: dict[str, Any] = {
+        name: put(x.reshape(-1)[flat_targets]) for name, x in (by_token or {}).items()
+    }
     return MicroBatch(
         input_ids=put(input_ids),
         position_ids=put(position_ids),
@@ -226,5 +231,5 @@ def make_batch(
         targets=put(input_ids.reshape(-1)[flat_targets]),
         bounds=(bounds.to(device), longest),
         lengths=put(text_lengths(position_ids, loss_mask)),
-        weights=None if weights is None else put(weights.reshape(-1)[flat_targets]),
+        **fields,
     )

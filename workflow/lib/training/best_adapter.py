@@ -24,6 +24,7 @@ from workflow.lib.distributed.world import World
 from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.objectives.objective import DocumentSums
+from workflow.lib.settings.objectives import PAIRED
 from workflow.lib.system.errors import UserError
 from workflow.lib.training.batches import make_batch, with_scores
 from workflow.lib.training.checkpoint import discard, load_adapter_, save_adapter
@@ -83,7 +84,7 @@ class HeldOut:
         self._every, self._num_steps = every, num_steps
         self._store, self._micro_batch_size = store, micro_batch_size
         documents, sources = store.heldout_documents(), store.heldout_sources()
-        size = 1 if store.examples == "texts" else 2
+        size = 2 if store.examples in PAIRED else 1
         starts_of: dict[str, list[int]] = {}
         for start in range(0, len(sources), size):
             starts_of.setdefault(sources[start], []).append(start)
@@ -126,10 +127,10 @@ class HeldOut:
         batches = partial(self._batches, world, moved)
         objective, start = training.objective, training.reference
         losses = self._sums(token_losses(training, batches(), objective), world)
-        reference = None
-        if start is not None:
+        reference, paired = None, self._store.examples in PAIRED
+        if paired and start is not None:
             reference = self._sums(start.log_probs(training, batches()), world)[0]
-        elif self._store.scores is not None and self._store.examples != "texts":
+        elif paired and self._store.scores is not None:
             reference = self._scored()
         sums, sizes = objective.example_losses(self._documents(losses, reference))
         by_source, first = {}, 0

@@ -140,7 +140,9 @@ def build_training_model(
         attention=plan.attention,
         attention_dropout=plan.attention_dropout,
     )
-    objective = objective_of(config.train.objective, config.preferences, config.distill)
+    objective = objective_of(
+        config.train.objective, config.preferences, config.distill, config.grpo
+    )
     if config.lora.dropout and not objective.dropout:
         logger.info(
             "lora.dropout = %g is off: train.objective = %s has no dropout, as in TRL",

@@ -84,6 +84,7 @@ class StartReference:
 def with_references(
     batches: Iterable[MicroBatch], references: Iterable[torch.Tensor]
 ) -> Iterator[MicroBatch]:
-    """Yield micro-batches with the log-probabilities of their reference."""
+    """Yield micro-batches with the log-probabilities of their reference, beside those of another
+    model."""
     for batch, reference in zip(batches, references, strict=True):
-        yield replace(batch, reference=reference)
+        yield replace(batch, reference=reference, scored=batch.reference)

@@ -79,7 +79,7 @@ def manifest(
         "template_date": encoding.encoder.written_date(),
         **repeated,
         "licences": licences,
-        "samples": [_segments(train[position], tokenizer) for position in sampled(train)],
+        "samples": [segments(train[position], tokenizer) for position in sampled(train)],
         "sample_origins": [_sample_origin(train, position) for position in sampled(train)],
         **chat_facts(encoding.encoder, chat_template=encoding.chat_template),
         "files": {name: file_sha256(folder / name) for name in files},
@@ -216,7 +216,7 @@ def split_facts(split: Split, *, seq_len: int) -> Facts:
         "truncated": int(counts[seq_len + 1 :].sum()),
         "tokens": sum(file["tokens"] for file in files),
         "trained_tokens": sum(file["trained_tokens"] for file in files),
-        "length_percentiles": _percentiles(counts),
+        "length_percentiles": percentiles(counts),
         "longest": [_origin(split, number) for number in longest.tolist()],
         "duplicates": len(split.first_of_row) - split.distinct_rows(),
     }
@@ -241,7 +241,7 @@ def _count_lengths(split: Split) -> tuple[npt.NDArray[np.int64], Numbers]:
     return counts, longest
 
 
-def _percentiles(counts: npt.NDArray[np.int64]) -> Facts:
+def percentiles(counts: npt.NDArray[np.int64]) -> Facts:
     """Return lengths in tokens: the smallest that is not below each share of rows."""
     upto = np.cumsum(counts)
     p50, p90, p99 = np.searchsorted(upto * 100, np.array([50, 90, 99]) * upto[-1]).tolist()
@@ -284,7 +284,7 @@ def _sample_origin(train: Split, position: int) -> Facts:
     return origin
 
 
-def _segments(document: Document, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
+def segments(document: Document, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
     ids, mask = (part[:SAMPLE_TOKENS] for part in document)
     edges = [0, *(np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist(), len(ids)]
     return [

@@ -30,10 +30,12 @@ class Packing:
         """Return the numbers of the documents in row `index`."""
         return self.documents[self.offsets[index] : self.offsets[index + 1]]
 
-    def units_to_documents(self, size: int) -> "Packing":
-        """Return the packing of single documents, where each packed unit is `size` documents."""
-        documents = size * self.documents[:, None] + np.arange(size)
-        return Packing(documents=documents.ravel(), offsets=size * self.offsets)
+    def units_to_documents(self, sizes: npt.NDArray[np.int64]) -> "Packing":
+        """Return the packing of single documents, where packed unit u is `sizes[u]` documents."""
+        packed, firsts = sizes[self.documents], (np.cumsum(sizes) - sizes)[self.documents]
+        ends = np.cumsum(packed)
+        documents = np.repeat(firsts - ends + packed, packed) + np.arange(ends[-1])
+        return Packing(documents=documents, offsets=np.concatenate(([0], ends))[self.offsets])
 
 
 def pack(lengths: npt.NDArray[np.int64], *, seq_len: int, seed: int) -> Packing:

@@ -10,19 +10,24 @@ offsets.
 If the manifest says that the examples are `pairs` or `rated`, an example is two neighbouring
 documents of one row, the first of them at an even place: a chosen and a rejected answer to one
 prompt; or a rated answer, and the same prompt with the answer of another row. Both hold the prompt.
-`desirable`, of rated answers alone, is True on all tokens of an example with a good answer."""
+`desirable`, of rated answers alone, is True on all tokens of an example with a good answer.
 
-from collections.abc import Sequence
+The examples `groups` are answers of a model to one prompt, each a document that holds the prompt,
+neighbours in a row; a group that is too long for a row continues in another. `advantages` is the
+answer's on all tokens of its document; `sampled_log_probs` the sampler's log p of trained tokens.
+The held-out documents are texts."""
+
+from collections.abc import Mapping, Sequence
 from copy import copy
 from functools import cached_property
 from pathlib import Path
 from tokenize import TokenError
-from typing import Any, get_args, overload
+from typing import Any, Literal, NamedTuple, get_args, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from workflow.lib.settings.objectives import Examples
+from workflow.lib.settings.objectives import PAIRED, Examples
 from workflow.lib.system.checksums import RecordedFile, damaged
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import is_passing, read_checked_json
@@ -42,12 +47,37 @@ ARRAYS: dict[str, npt.DTypeLike] = {
     "heldout.loss_mask.npy": "|b1",
     "heldout.offsets.npy": "<i8",
 }
-# Of splits with a token whose weight is neither 0 nor 1.
-WEIGHTS = ("train.weights.npy", "heldout.weights.npy")
-DESIRABLE = ("train.desirable.npy", "heldout.desirable.npy")  # of rated answers alone
+
+
+class OptionalArray(NamedTuple):
+    """Numbers of all tokens in folders of some examples."""
+
+    dtype: npt.DTypeLike
+    examples: Examples
+    splits: tuple[str, ...] = ("train", "heldout")
+    required: bool = True
+    """Whether all folders of these examples have it."""
+    per: Literal["token", "example"] = "token"
+    """Its numbers in a micro-batch: of each trained token, or of each example."""
+
+
+OPTIONAL: Mapping[str, OptionalArray] = {
+    # Of splits with a token whose weight is neither 0 nor 1.
+    "weights": OptionalArray("<f4", "texts", required=False),
+    "desirable": OptionalArray("|b1", "rated", per="example"),
+    "advantages": OptionalArray("<f4", "groups", splits=("train",)),
+    "sampled_log_probs": OptionalArray("<f4", "groups", splits=("train",)),
+}
+
+
+def optional_files(name: str) -> tuple[str, ...]:
+    """Return the files of an optional array, of both splits."""
+    return tuple(f"{split}.{name}.npy" for split in OPTIONAL[name].splits)
+
+
+WEIGHTS, DESIRABLE = map(optional_files, ("weights", "desirable"))
 OPTIONAL_ARRAYS: dict[str, npt.DTypeLike] = {
-    **dict.fromkeys(WEIGHTS, "<f4"),
-    **dict.fromkeys(DESIRABLE, "|b1"),
+    file: array.dtype for name, array in OPTIONAL.items() for file in optional_files(name)
 }
 CHUNK_TOKENS = 2**24  # mask entries (bytes) read at a time for the sum of a whole array
 
@@ -81,8 +111,9 @@ class HeldoutDocuments(Sequence[Document]):
 class TokenStore:
     """A tokens folder opened for reading; arrays are read from disk at each access. Attributes:
     `manifest`; `examples`; `num_rows`; `seq_len`, tokens; `input_ids` uint32, `loss_mask` bool and
-    `position_ids` int32, the training arrays, each of shape (num_rows, seq_len); `weights` float32,
-    None if all are 0 or 1; `desirable` bool, None but for rated answers."""
+    `position_ids` int32, the training arrays, each of shape (num_rows, seq_len); `optional`, those
+    of `OPTIONAL` that are there, by name; `weights`, None if all are 0 or 1; `desirable`, None but
+    for rated answers."""
 
     def __init__(self, *, manifest: dict[str, Any], arrays: dict[str, Array]) -> None:
         self.manifest = manifest
@@ -90,8 +121,9 @@ class TokenStore:
         self.input_ids = arrays["train.input_ids.npy"]
         self.loss_mask = arrays["train.loss_mask.npy"]
         self.position_ids = arrays[POSITIONS]
-        self.weights, self._heldout_weights = map(arrays.get, WEIGHTS)
-        self.desirable, self._heldout_desirable = map(arrays.get, DESIRABLE)
+        files = {name: f"train.{name}.npy" for name in OPTIONAL}
+        self.optional = {name: arrays[file] for name, file in files.items() if file in arrays}
+        self._heldout_weights, self._heldout_desirable = map(arrays.get, (WEIGHTS[1], DESIRABLE[1]))
         self.num_rows, self.seq_len = self.input_ids.shape
         self.scores: Any = None  # a `scores.store.ScoreStore` of these tokens
         self._offsets = arrays["heldout.offsets.npy"]
@@ -145,6 +177,14 @@ class TokenStore:
         scored = copy(self)
         scored.scores = scores
         return scored
+
+    @property
+    def weights(self) -> Array | None:
+        return self.optional.get("weights")
+
+    @property
+    def desirable(self) -> Array | None:
+        return self.optional.get("desirable")
 
     @property
     def heldout_desirable(self) -> npt.NDArray[np.bool_] | None:
@@ -231,12 +271,14 @@ def _check_examples(path: Path, manifest: dict[str, Any]) -> None:
             f"{', '.join(get_args(Examples))}. Delete the folder {path} and run the workflow again."
         )
     present = {name for name in OPTIONAL_ARRAYS if name in manifest["files"]}
-    required, allowed = (set(DESIRABLE),) * 2 if examples == "rated" else (set[str](), set(WEIGHTS))
-    if not required <= present <= (allowed if examples != "pairs" else set()):
+    names = [name for name, array in OPTIONAL.items() if array.examples == examples]
+    allowed = {file for name in names for file in optional_files(name)}
+    required = {file for name in names if OPTIONAL[name].required for file in optional_files(name)}
+    if not required <= present <= allowed:
         listed = ", ".join(sorted(present)) or "no optional array"
         finding = f"says that its examples are {examples}, and it has {listed}"
         raise damaged(path, MANIFEST, finding)
-    if examples != "texts" and documents["documents"] % 2:
+    if examples in PAIRED and documents["documents"] % 2:
         finding = f"names an odd number of held-out documents, which is none of {examples}"
         raise damaged(path, MANIFEST, finding)
 

@@ -170,9 +170,8 @@ def packing_windows(
         if window_parts:
             ids, mask, starts, lengths = _load(split.documents, window_parts)
             pack_rows = partial(pack if packing else one_per_row, seq_len=seq_len, seed=seed)
-            packed = pack_rows(lengths.reshape(-1, split.unit).sum(1)).units_to_documents(
-                split.unit
-            )
+            units = lengths.reshape(-1, split.unit).sum(1)
+            packed = pack_rows(units).units_to_documents(np.full(len(units), split.unit))
             shards = [split.documents.shards[shard] for shard, _ in window_parts]
             optional = {
                 name: np.concatenate([OPTIONAL_READERS[name](shard) for shard in shards])
