@@ -1,6 +1,5 @@
 """A training model whose plan says what its settings do, as preflight's does."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +26,6 @@ def built_model(
     attention: str = "sdpa",
     matmul_dtype: str = COMPUTE_DTYPE,
     start: Path | None = None,
-    moved: Callable[[], None] = lambda: None,
 ) -> TrainingModel:
     """Build the model of a plan with what the settings say of its layers. Collective."""
     train = config.train
@@ -43,5 +41,5 @@ def built_model(
         start_reference=reads_start(train.objective, config.preferences),
     )
     return build_training_model(
-        Checkpoint(base), config, asked, world, start=start and Adapter(start), moved=moved
+        Checkpoint(base), config, asked, world, start=start and Adapter(start)
     )

@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -87,13 +88,12 @@ def stop_in(phase: str, rank: int, base: Path) -> None:
 
     with (
         Pulse(rank=rank, start_s=600, step_s=600, quiet_s=8) as pulse,
-        process_group("cpu", timeout_s=LONG_S) as world,
+        process_group("cpu", timeout_s=LONG_S, moved=pulse.moved) as world,
     ):
+        stopping = replace(world, moved=stop)
         pulse.phase("loading the model", least_s=600)
-        model = built_model(
-            base, RunConfig(), PLAN, world,
-            moved=stop if phase == "loading" else pulse.moved,
-        )  # fmt: skip
+        loading = stopping if phase == "loading" else world
+        model = built_model(base, RunConfig(), PLAN, loading)
         pulse.phase("held-out loss", least_s=600)
         heldout = HeldOut(
             random_store(rows=4, seq_len=17),
@@ -103,7 +103,7 @@ def stop_in(phase: str, rank: int, base: Path) -> None:
             seed=0,
             micro_batch_size=1,
         )
-        heldout.losses(model.training, world=world, moved=stop)
+        heldout.losses(model.training, world=stopping)
 
 
 def oversleep() -> None:

@@ -130,12 +130,10 @@ def check_inputs(
     ]
     recorded += recorded_arrays(args.tokens, store.manifest)
     recorded += recorded_scores(args.scores) if args.scores else []
-    check_recorded(recorded, world=process.world, moved=process.pulse.moved)
+    check_recorded(recorded, world=process.world)
     if "model" not in folders:
         return []
-    return evaluated_models.source_files(
-        folders["model"], world=process.world, moved=process.pulse.moved
-    )
+    return evaluated_models.source_files(folders["model"], world=process.world)
 
 
 def objective_questions(

@@ -82,7 +82,9 @@ def work(
             logger.setLevel(logging.ERROR)
         pulse.phase(JOINING, least_s=JOIN_S)
         world = stack.enter_context(
-            process_group(plan.device, timeout_s=args.timeout_s, shard_size=plan.shards)
+            process_group(
+                plan.device, timeout_s=args.timeout_s, shard_size=plan.shards, moved=pulse.moved
+            )
         )
         torch.use_deterministic_algorithms(config.train.deterministic)
         store = TokenStore.open(args.tokens)
@@ -94,7 +96,7 @@ def work(
             recorded += recorded_scores(args.scores)
             scores = ScoreStore.open(args.scores, tokens=store, top_k=plan.top_k)
             store = store.with_scores(scores)
-        checks = [check_inputs(recorded, world, moved=pulse.moved)]
+        checks = [check_inputs(recorded, world)]
         logger.info("%s: %s", checks[0].name, checks[0].detail)
         base = Checkpoint(args.base)
         plan = plan_of_device(plan, base, config, world)
@@ -107,15 +109,14 @@ def work(
             plan,
             world,
             start=Adapter(args.start) if args.start else None,
-            moved=pulse.moved,
         )
         trainable = model.trainable_by_module().items()
         logger.info("trained parameters: %s", ", ".join(f"{name} {n:,}" for name, n in trainable))
         if model.training.router_balance is not None and plan.accumulation_steps > 1:
             logger.info("%s", accumulated(plan.accumulation_steps))
         pulse.phase("checking the model", num_bytes=file_bytes, least_s=FIRST_PASS_S)
-        checks += startup_checks(model, store, base, world, moved=pulse.moved)
-        checks += check_precision(model.training, store, config.train, world, moved=pulse.moved)
+        checks += startup_checks(model, store, base, world)
+        checks += check_precision(model.training, store, config.train, world)
         inputs = input_digests(
             args.tokens / MANIFEST,
             args.base,
@@ -315,9 +316,7 @@ def with_heldout_loss(metrics: Step, state: RunState) -> Step:
     trainer = state.trainer
     trainer.release_graphs()
     with state.watch.part(HELDOUT):
-        losses = state.heldout.losses(
-            trainer.training, world=trainer.world, moved=state.pulse.moved
-        )
+        losses = state.heldout.losses(trainer.training, world=trainer.world)
     several = {"heldout_losses": losses.by_source} if len(losses.by_source) > 1 else {}
     return metrics.model_copy(update={"heldout_loss": losses.whole, **several})
 

@@ -155,8 +155,8 @@ def check_inputs(
             files += (listed := listed_files(folder))
             recorded += listed
         else:
-            files += source_files(folder, world=sharing, moved=process.pulse.moved)
-    check_recorded(recorded, world=sharing, moved=process.pulse.moved)
+            files += source_files(folder, world=sharing)
+    check_recorded(recorded, world=sharing)
     counting = [f for f in files if f.name in SETTINGS_FILES or f.name.endswith(".safetensors")]
     return {f"{file.folder.name}/{file.name}": file.sha256 for file in counting}
 

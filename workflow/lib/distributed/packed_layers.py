@@ -7,7 +7,7 @@ buffer, whose views are the parameters: FSDP2, which shards the rest, would copy
 process only copies layers from host memory. CPUs do the same without streams."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -256,12 +256,12 @@ class PackedLayers:
         for layer in self._layers.values():
             layer.allocate_()
 
-    def load_(self, reader: CheckpointReader, *, moved: Callable[[], None] = lambda: None) -> int:
-        """Fill this process's slices from the checkpoint; `moved` by layer; return bytes read."""
+    def load_(self, reader: CheckpointReader) -> int:
+        """Fill this process's slices from the checkpoint; return bytes read."""
         bytes_read = 0
         for layer in self._layers.values():
             bytes_read += layer.load_(reader)
-            moved()
+            self._world.moved()
         return bytes_read
 
     @property
@@ -276,17 +276,15 @@ class PackedLayers:
         yield
         self._layers[number].reshard()
 
-    def mismatched(
-        self, reader: CheckpointReader, *, moved: Callable[[], None] = lambda: None
-    ) -> list[str]:
+    def mismatched(self, reader: CheckpointReader) -> list[str]:
         """Gather every layer and compare it with the checkpoint; return the tensors that differ.
-        Each layer is compared on one process; after each, all call `moved`. Collective."""
+        Each layer is compared on one process. Collective."""
         wrong = []
         for turn, (number, layer) in enumerate(self._layers.items()):
             with self.gathered(number):
                 if turn % self._world.size == self._world.rank:
                     wrong += layer.differences(reader)
-            moved()
+            self._world.moved()
         return names_of_all(wrong, self._world)
 
     def free(self) -> None:

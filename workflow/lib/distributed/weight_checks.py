@@ -1,6 +1,5 @@
 """Proof at start that gathered weights are the checkpoint's, byte by byte."""
 
-from collections.abc import Callable
 from itertools import chain
 
 import torch
@@ -52,12 +51,11 @@ def mismatched_tensors(
     world: World,
     *,
     masters: bool = True,
-    moved: Callable[[], None] = lambda: None,
 ) -> list[str]:
     """Gather every unit through FSDP and compare it bit by bit with the checkpoint, on one rank
     each, and slices of the vocabulary locally; return differing tensors. masters: also those of
-    weights that are trained whole, which begin as the checkpoint's or as an adapter's. `moved`
-    after each. Collective, after a forward. One process: the whole model."""
+    weights that are trained whole, which begin as the checkpoint's or as an adapter's.
+    Collective, after a forward. One process: the whole model."""
     model: PreTrainedModel = training.peft_model.get_base_model()  # type: ignore[operator]
     write_rows_(model, base=True)
     if not units:
@@ -68,7 +66,7 @@ def mismatched_tensors(
         if number % world.size == world.rank:
             wrong += _differences(model, reader, masters)
         unit.reshard()
-        moved()
+        world.moved()
     return names_of_all(wrong, world)
 
 

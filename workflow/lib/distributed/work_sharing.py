@@ -159,17 +159,17 @@ def agreed(value: ItemT, *, world: World | None) -> ItemT:
     return result
 
 
-def check_recorded(
-    files: Iterable[RecordedFile],
-    *,
-    world: World | None = None,
-    moved: Callable[[], None] = lambda: None,
-) -> None:
+def check_recorded(files: Iterable[RecordedFile], *, world: World | None = None) -> None:
     """Hash files, each on one process, by its torch threads; raise `UserError` on all if one is
-    damaged. Collective (None: alone). Calls `moved` after every MiB."""
+    damaged. Collective (None: alone)."""
     ordered = agreed(largest_first(files), world=world)
-    look = partial(findings, threads=torch.get_num_threads(), on_progress=moved)
+    look = partial(findings, threads=torch.get_num_threads(), on_progress=progress_of(world))
     refuse_damaged(ordered, shared_out(ordered, look, world=world))
+
+
+def progress_of(world: World | None) -> Callable[[], None]:
+    """Return what work calls when it progresses; a process alone has nobody who waits for it."""
+    return (lambda: None) if world is None else world.moved
 
 
 @contextmanager
@@ -222,7 +222,7 @@ def join(stack: ExitStack, *, sharded: bool) -> Process:
     device = choose_device()
     if not is_worker():
         return Process(device, None, pulse, sharded)
-    world = stack.enter_context(process_group(device.type, timeout_s=TIMEOUT_S))
+    world = stack.enter_context(process_group(device.type, timeout_s=TIMEOUT_S, moved=pulse.moved))
     if not world.is_main:
         logger.setLevel(logging.CRITICAL)  # the main process alone reports errors of settings
     return Process(world.device, world, pulse, sharded)

@@ -2,7 +2,7 @@
 
 import datetime
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, TypeVar
@@ -28,6 +28,8 @@ class World:
     mesh: DeviceMesh  # of `process_mesh`
     io_group: dist.ProcessGroup
     """gloo, for decisions and checkpoints beside the training's collectives, without a GPU."""
+    moved: Callable[[], None] = lambda: None
+    """Called by long work after each of its parts: `Pulse.moved`, where there is a heartbeat."""
 
     def axis(self, name: Literal["replica", "shard"]) -> DeviceMesh:
         """Return the processes along one axis of the mesh, including this one."""
@@ -53,12 +55,16 @@ class World:
 
 @contextmanager
 def process_group(
-    device_type: str, *, timeout_s: float, shard_size: int | None = None
+    device_type: str,
+    *,
+    timeout_s: float,
+    shard_size: int | None = None,
+    moved: Callable[[], None] = lambda: None,
 ) -> Iterator[World]:
     """Join the process group of torchrun's environment and leave it at the end; not after an error
     (NCCL would wait), when the process has to end. device_type: `cuda` (NCCL) or `cpu` (gloo);
-    shard_size: neighbours that share a copy, None: all. The process dies with its launcher.
-    Collective."""
+    shard_size: neighbours that share a copy, None: all; moved: of `World`. The process dies with
+    its launcher. Collective."""
     die_with_launcher()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device(device_type)
@@ -72,7 +78,8 @@ def process_group(
     )
     mesh = process_mesh(device_type, size=size, shard_size=shard_size or size)
     try:
-        yield World(rank, size, device, mesh, dist.new_group(backend="gloo", timeout=timeout))
+        group = dist.new_group(backend="gloo", timeout=timeout)
+        yield World(rank, size, device, mesh, group, moved)
     except SystemExit:  # a requested stop, on all processes
         dist.destroy_process_group()
         raise

@@ -18,7 +18,12 @@ from transformers import PreTrainedModel
 from workflow.lib.checkpoints.adapter import Adapter
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.distributed.heartbeat import FIRST_PASS_S, Pulse
-from workflow.lib.distributed.work_sharing import check_recorded, is_sharded, shared_out
+from workflow.lib.distributed.work_sharing import (
+    check_recorded,
+    is_sharded,
+    progress_of,
+    shared_out,
+)
 from workflow.lib.distributed.world import World
 from workflow.lib.evaluation.questions import Model, Subject, content_key
 from workflow.lib.export.sharded_models import load_sharded_adapter, load_sharded_base
@@ -46,20 +51,17 @@ def machine_facts(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def source_files(
-    folder: Path, *, world: World | None = None, moved: Callable[[], None] = lambda: None
-) -> list[RecordedFile]:
+def source_files(folder: Path, *, world: World | None = None) -> list[RecordedFile]:
     """Return the original's files that its numbers depend on, with their SHA-256. Collective. A
     download's files are compared with its record; a user's own are hashed now. Raises `UserError`
     if one is damaged."""
     recorded = [file for file in downloaded_files(folder) if _counts(file.name)]
     if recorded:
-        check_recorded(recorded, world=world, moved=moved)
+        check_recorded(recorded, world=world)
         return recorded
     paths = sorted(path for path in folder.iterdir() if _counts(path.name))
-    hashes = shared_out(
-        paths, lambda mine: [file_sha256(path, on_progress=moved) for path in mine], world=world
-    )
+    digest = partial(file_sha256, on_progress=progress_of(world))
+    hashes = shared_out(paths, lambda mine: [*map(digest, mine)], world=world)
     return [RecordedFile(folder, p.name, sha) for p, sha in zip(paths, hashes, strict=True)]
 
 

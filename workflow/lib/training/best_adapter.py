@@ -7,7 +7,7 @@ of that time."""
 
 import math
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -114,17 +114,11 @@ class HeldOut:
         """Tell whether the loss is measured after `step` (1-based): every so many, and the last."""
         return step % self._every == 0 or step == self._num_steps
 
-    def losses(
-        self,
-        training: CausalLMForTraining,
-        *,
-        world: World,
-        moved: Callable[[], None] = lambda: None,
-    ) -> HeldOutLosses:
+    def losses(self, training: CausalLMForTraining, *, world: World) -> HeldOutLosses:
         """Return the objective's loss of an example (`Objective.example_losses`), of all and of
         each source's, equal on all processes: for supervised training the mean -log p (nats) of a
-        trained token, by their weights. Collective. Calls `moved` after every batch."""
-        batches = partial(self._batches, world, moved)
+        trained token, by their weights. Collective."""
+        batches = partial(self._batches, world)
         objective, start = training.objective, training.reference
         losses = self._sums(token_losses(training, batches(), objective), world)
         reference, paired = None, self._store.examples in PAIRED
@@ -183,10 +177,10 @@ class HeldOut:
         for start in range(0, num_rows, self._micro_batch_size):
             yield own[start : start + self._micro_batch_size]
 
-    def _batches(self, world: World, moved: Callable[[], None]) -> Iterator[MicroBatch]:
+    def _batches(self, world: World) -> Iterator[MicroBatch]:
         for rows in self._own_rows(world):
             yield self._batch(rows).to(world.device)
-            moved()
+            world.moved()
 
     def _batch(self, rows: Sequence[Sequence[int]]) -> MicroBatch:
         documents, scores = self._store.heldout_documents(), self._store.scores

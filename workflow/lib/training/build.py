@@ -126,12 +126,10 @@ def build_training_model(
     world: World,
     *,
     start: Adapter | None = None,
-    moved: Callable[[], None] = lambda: None,
 ) -> TrainingModel:
     """Build the run's model on this process. Collective. base: in NF4; plan: of
-    `preflight.json`, for this device; start: a continued adapter; moved: called after
-    every tensor that was read. Raises `UserError` if the base does not fit its config, the targets
-    or the adapter."""
+    `preflight.json`, for this device; start: a continued adapter. Raises `UserError` if the base
+    does not fit its config, the targets or the adapter."""
     _limit_memory(plan, world.device)
     dtype = dtype_of(plan)
     model = build_base_on_meta(
@@ -160,8 +158,8 @@ def build_training_model(
     training, packed = assembled.training, assembled.packed_layers
     materialize_(training, transformers_model=model, device=world.device)
     with base.stored() as reader:
-        bytes_read = load_weights_(model, reader, moved=moved)
-        bytes_read += packed.load_(reader, moved=moved) if packed else 0
+        bytes_read = load_weights_(model, reader, moved=world.moved)
+        bytes_read += packed.load_(reader) if packed else 0
         if start is None:
             init_adapters_(training, seed=config.train.seed, base=reader)
         else:

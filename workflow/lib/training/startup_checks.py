@@ -67,40 +67,32 @@ def _check(name: str, detail: str) -> Check:
     return Check(name=name, passed=True, detail=detail)
 
 
-def check_inputs(
-    files: list[RecordedFile], world: World, *, moved: Callable[[], None] = lambda: None
-) -> Check:
+def check_inputs(files: list[RecordedFile], world: World) -> Check:
     """Hash base and tokens, each file on one process; return the report's check. Collective. Raises
     `UserError` if a file differs from the record of its stage."""
-    check_recorded(files, world=world, moved=moved)
+    check_recorded(files, world=world)
     num_bytes = sum(file.path.stat().st_size for file in files)
     detail = f"{len(files)} files, {num_bytes:,} bytes"
     return _check("base and tokens have their recorded SHA-256", detail)
 
 
 def startup_checks(
-    model: TrainingModel,
-    store: TokenStore,
-    base: Checkpoint,
-    world: World,
-    *,
-    moved: Callable[[], None] = lambda: None,
+    model: TrainingModel, store: TokenStore, base: Checkpoint, world: World
 ) -> list[Check]:
-    """Run the checks before the first step; return them for the report. Calls `moved` on its way.
-    Collective. Raises `UserError` if our logits or hidden states are not the family's,
-    recomputation changes gradients, a gathered tensor differs from the checkpoint, or a row has no
-    trained token."""
+    """Run the checks before the first step; return them for the report. Collective. Raises
+    `UserError` if our logits or hidden states are not the family's, recomputation changes
+    gradients, a gathered tensor differs from the checkpoint, or a row has no trained token."""
     model.training.eval()  # no dropout: it would make two forwards differ
     same_logits = check_family(model.training, store, world)
-    moved()
+    world.moved()
     same_attention = check_attention(model.training, store, world)
-    moved()
+    world.moved()
     _forward_first_row(model.training, store, world)
     decide_kernels(world)  # the passes above have compared them
     return [
         same_logits,
         same_attention,
-        _check_weights(model, base, world, moved=moved),
+        _check_weights(model, base, world),
         _check_share(model, world),
         _check_rows(store),
         *check_recomputation(model.training, store, world),  # with the right weights
@@ -114,15 +106,13 @@ def _forward_first_row(training: CausalLMForTraining, store: TokenStore, world: 
     token_losses(training, [batch], training.objective)
 
 
-def _check_weights(
-    model: TrainingModel, base: Checkpoint, world: World, *, moved: Callable[[], None]
-) -> Check:
+def _check_weights(model: TrainingModel, base: Checkpoint, world: World) -> Check:
     with base.stored() as reader:
         wrong = mismatched_tensors(
-            model.training, model.units, reader, world, masters=not model.continues, moved=moved
+            model.training, model.units, reader, world, masters=not model.continues
         )
         packed = model.packed_layers
-        wrong += packed.mismatched(reader, moved=moved) if packed else []
+        wrong += packed.mismatched(reader) if packed else []
         count = len(reader.names())
     if wrong:
         raise UserError(
@@ -365,16 +355,11 @@ def _is_packed(store: TokenStore) -> bool:
 
 
 def check_precision(
-    training: CausalLMForTraining,
-    store: TokenStore,
-    train: TrainConfig,
-    world: World,
-    *,
-    moved: Callable[[], None] = lambda: None,
+    training: CausalLMForTraining, store: TokenStore, train: TrainConfig, world: World
 ) -> list[Check]:
     """Compare the base's loss with matmuls in 8 bits and without; return the report's check, none
-    for a run without. Calls `moved` after every row. Collective. With `auto` a rise above the bound
-    switches 8 bits off; else it raises `UserError`."""
+    for a run without. Collective. With `auto` a rise above the bound switches 8 bits off; else it
+    raises `UserError`."""
     forward, backward = training.matmul_precision.by_pass
     if not forward and not backward:
         return []
@@ -383,7 +368,7 @@ def check_precision(
         return [_check("matmuls in 8 bits are in backward alone", detail)]
     training.eval()
     plain, rounded = (
-        _loss(training, store, world, precision, moved=moved)
+        _loss(training, store, world, precision)
         for precision in (nullcontext(), training.matmul_precision.in_eight_bits())
     )
     return [_judged(training, train, plain=plain, rounded=rounded)]
@@ -419,8 +404,6 @@ def _loss(
     store: TokenStore,
     world: World,
     precision: AbstractContextManager[None],
-    *,
-    moved: Callable[[], None],
 ) -> float:
     """Return the mean loss of a trained token of the first rows, divided among processes, for any
     objective. Collective."""
@@ -431,6 +414,6 @@ def _loss(
             row = np.array([number % store.num_rows])
             total[0] += training(stored_batch(store, row).to(world.device))
             total[1] += NEXT_TOKEN.step_sizes(store, row)[0]
-            moved()
+            world.moved()
     dist.all_reduce(total)
     return float(total[0] / total[1])
