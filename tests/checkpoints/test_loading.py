@@ -18,7 +18,6 @@ from tests.support.models import quantized, tiny_llama
 from tests.support.packed_checkpoints import fp8_checkpoint
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.meta_model import is_tied
-from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.export.adapter_files import merged_tensors
 from workflow.lib.model.describe_model import describe_checkpoint
 from workflow.lib.model.nf4_model import stored_buffers
@@ -188,7 +187,7 @@ def test_what_is_left_is_in_the_merged_model_as_it_is_stored(tmp_path):
     extra["model.layers.2.counts"] = torch.arange(5)
     rewrite(folder, load_file(folder / "model.safetensors") | extra, num_nextn_predict_layers=1)
     base = quantized(folder, tmp_path / "nf4")
-    with Checkpoint(folder).weights() as original, CheckpointReader(base) as nf4:
+    with Checkpoint(folder).weights() as original, Checkpoint(base).decoded() as nf4:
         assert not {*extra} & {*nf4.names()}
         merged = merged_tensors({}, {}, original=original, nf4=nf4, onto="original")
         assert not {*extra} & {*dict(merged)}

@@ -32,7 +32,7 @@ from workflow.lib.export.adapter_files import (
     write_generation_config,
     write_merged,
 )
-from workflow.lib.export.packed_stacks import dequantized_weight
+from workflow.lib.kernels.nf4.decode import decoded
 from workflow.lib.settings.config import ExportConfig, ModelConfig
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import read_checked_json, read_json, write_checked_json, write_json
@@ -114,7 +114,7 @@ def test_damaged_folder_is_refused(run, tmp_path, damage):
 
 
 def merge(run, adapter, config, *, onto):
-    with CheckpointReader(run / "model") as original, CheckpointReader(run / "base") as nf4:
+    with CheckpointReader(run / "model") as original, Checkpoint(run / "base").decoded() as nf4:
         return dict(merged_tensors(adapter, config, original=original, nf4=nf4, onto=onto))
 
 
@@ -155,9 +155,10 @@ def test_dequantized_weight_of_a_checkpoint_is_what_training_multiplies_with(
 
     base = quantized(tiny_llama(tmp_path / "model"), tmp_path / "nf4", double_quant=double_quant)
     linears = dict(frozen_linears(adapted(base).peft_model.get_base_model()))
-    with CheckpointReader(base) as reader:
+    with Checkpoint(base).decoded() as reader:
         for path, linear in linears.items():
-            stored = dequantized_weight(reader, path.removesuffix(".base_layer"))
+            name = f"{path.removesuffix('.base_layer')}.weight"
+            stored = decoded(*reader.nf4_weight(name))
             assert torch.equal(stored, linear.dequantize(torch.float32)), path
 
 

@@ -24,7 +24,6 @@ from workflow.lib.export.packed_stacks import (
     NF4Tensor,
     adapted_paths,
     exported_config,
-    stored_weight,
     without_stacks,
 )
 from workflow.lib.export.stock_models import load_base
@@ -109,11 +108,11 @@ def changes(model):
 def decoded_weights(folder, model):
     """What NF4 encodes of every parameter, in the family's own orientation."""
     found = {}
-    with CheckpointReader(folder / "nf4") as reader:
+    with Checkpoint(folder / "nf4").decoded() as reader:
         for path in adaptable_linears(model):
-            found[f"{path}.weight"] = decoded_by_hand(*stored_weight(reader, path))
+            found[f"{path}.weight"] = decoded_by_hand(*reader.nf4_weight(f"{path}.weight"))
         for path, stack in expert_stacks(model).items():
-            decoded = decoded_by_hand(*stored_weight(reader, path))
+            decoded = decoded_by_hand(*reader.nf4_weight(f"{path}.weight"))
             found[path] = decoded.mT if stack.transposed else decoded
     return found
 
@@ -237,7 +236,7 @@ def test_merged_model_keeps_the_digits_of_the_bias_that_chooses_experts(tmp_path
     quantized(source, tmp_path / "nf4")
     stacks = expert_stacks(meta(tmp_path))
     adapter = without_stacks(trained_adapter(meta(tmp_path)), stacks)
-    with CheckpointReader(source) as original, CheckpointReader(tmp_path / "nf4") as nf4:
+    with CheckpointReader(source) as original, Checkpoint(tmp_path / "nf4").decoded() as nf4:
         how = {"original": original, "nf4": nf4, "onto": "original", "stacks": stacks}
         merged = dict(merged_tensors(adapter, CONFIG, **how))
     assert torch.equal(merged.pop(name), stored[name])

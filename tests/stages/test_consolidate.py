@@ -18,8 +18,8 @@ from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.data.encoding.probe_conversations import PROBE
 from workflow.lib.export.adapter_files import read_sharded_adapter
-from workflow.lib.export.packed_stacks import dequantized_weight
 from workflow.lib.export.stock_models import load_base
+from workflow.lib.kernels.nf4.decode import decoded
 from workflow.lib.settings.config import ExportConfig
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import file_sha256, read_checked_json, read_json, write_checked_json
@@ -142,8 +142,8 @@ def test_merged_model_is_its_base_with_the_adapter(run, tmp_path, onto):
     path, scale = "model.layers.1.mlp.down_proj", 7.5 / 3**0.5
     before = original.get_submodule(path).weight.clone()
     if onto == "dequantized":
-        with CheckpointReader(run / "base") as base:
-            before = dequantized_weight(base, path)
+        with Checkpoint(run / "base").decoded() as base:
+            before = decoded(*base.nf4_weight(f"{path}.weight"))
 
     def change(tensors):
         key = f"base_model.model.{path}.lora_"

@@ -30,7 +30,6 @@ from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.expert_stacks import expert_stacks
 from workflow.lib.checkpoints.files.stack_names import StackNames
 from workflow.lib.checkpoints.meta_model import auto_class
-from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.world import World
 from workflow.lib.export.adapter_files import (
@@ -39,7 +38,8 @@ from workflow.lib.export.adapter_files import (
     save_adapter,
     write_merged,
 )
-from workflow.lib.export.packed_stacks import adapted_paths, dequantized_weight, exported_config
+from workflow.lib.export.packed_stacks import adapted_paths, exported_config
+from workflow.lib.kernels.nf4.decode import decoded
 from workflow.lib.model import prepared_decoder
 from workflow.lib.model.backends import resolve_attention, resolve_training_attention
 from workflow.lib.model.documents import Documents, documents_of
@@ -293,9 +293,10 @@ def stock_model(folder: Path, adapter: Path) -> PeftModel:
     )
     stacks = expert_stacks(model)
     say_quantized_(model)
-    with CheckpointReader(folder / "nf4") as reader, torch.no_grad():
-        for path in read_specs(reader):
-            weight = dequantized_weight(reader, path)
+    nf4 = Checkpoint(folder / "nf4")
+    with nf4.stored() as stored, nf4.decoded() as reader, torch.no_grad():
+        for path in read_specs(stored):
+            weight = decoded(*reader.nf4_weight(f"{path}.weight"))
             if path in stacks:
                 stored = weight.mT if stacks[path].transposed else weight
                 model.get_parameter(path).copy_(stored)

@@ -16,7 +16,7 @@ def test_trained_module_that_the_model_has_not_is_refused(folder):
     adapter = {"base_model.model.embed_out.weight": torch.ones(1)}
     with (
         CheckpointReader(folder / "small" / "original") as source,
-        CheckpointReader(folder / "small" / "nf4") as nf4,
+        Checkpoint(folder / "small" / "nf4").decoded() as nf4,
     ):
         tensors = merged_tensors(adapter, {}, original=source, nf4=nf4, onto="original")
         with pytest.raises(UserError, match=r"tensors for base_model.model.embed_out.weight, wh"):

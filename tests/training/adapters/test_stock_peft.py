@@ -156,7 +156,7 @@ def test_merged_model_is_that_of_peft_and_has_what_is_trained_beside_adapters(
     settings, source = read_json(run / "adapter_config.json"), base.with_name("original")
     original = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     theirs = load_adapter(original, Adapter(exported)).merge_and_unload().state_dict()
-    with CheckpointReader(source) as whole, CheckpointReader(base) as nf4:
+    with CheckpointReader(source) as whole, Checkpoint(base).decoded() as nf4:
         ours = dict(merged_tensors(adapter, settings, original=whole, nf4=nf4, onto="original"))
     assert theirs.keys() - ours.keys() == ({"lm_head.weight"} if kind == "rows, tied" else set())
     for name, tensor in ours.items():

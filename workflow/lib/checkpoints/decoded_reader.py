@@ -351,7 +351,8 @@ class DecodedReader(CheckpointReader):
                      for s in (MX_BLOCKS, MX_SCALES))  # fmt: skip
             return decode_mxfp4(*parts)
         if name in self._nf4:
-            return self._decoded_nf4(name)[start : max(start, stop)]
+            weight = decoded(*self.nf4_weight(name)).to(torch.bfloat16)
+            return weight[start : max(start, stop)]
         if self._linears is not None and name in self._codes:
             whole = self._linears.decoded(name, super().tensor)
             return whole[start : max(start, stop)]
@@ -383,14 +384,15 @@ class DecodedReader(CheckpointReader):
         }
         return parts | {"weight": parts["weight"].contiguous().view(torch.uint8).view(-1, 1)}
 
-    def _decoded_nf4(self, name: str) -> torch.Tensor:
+    def nf4_weight(self, name: str) -> tuple[torch.Tensor, QuantState]:
+        """Return codes (bytes, 1) and state of a weight in NF4, on the CPU; it decodes to fp32."""
         parts = self.nf4_parts(name)
         assert parts is not None, f"{name} is in NF4"
         packed = parts.pop("weight")
         named = {part.removeprefix("weight."): tensor for part, tensor in parts.items()}
         state = QuantState.from_dict(named, device=torch.device("cpu"))
         state.dtype = torch.float32
-        return decoded(packed, state).to(torch.bfloat16)
+        return packed, state
 
 
 def _block_size(quantization: Mapping[str, Any]) -> tuple[int, int] | None:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from workflow.lib.artifacts.manifest_record import ConversationFacts, Probe
 from workflow.lib.checkpoints.checkpoint import Checkpoint
+from workflow.lib.checkpoints.decoded_reader import DecodedReader
 from workflow.lib.checkpoints.files.config_file import read_settings
 from workflow.lib.checkpoints.files.stack_names import PREFIX
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
@@ -26,10 +27,10 @@ from workflow.lib.checkpoints.tokenizer import (
 from workflow.lib.data.encoding.chat_template import with_fixed_date
 from workflow.lib.data.reading.hub_download import MANIFEST
 from workflow.lib.distributed.sharded_files import DamagedError, read_whole
-from workflow.lib.export.packed_stacks import dequantized_weight, merged_stacks, without_stacks
+from workflow.lib.export.packed_stacks import merged_stacks, without_stacks
+from workflow.lib.kernels.nf4.decode import decoded
 from workflow.lib.model.architecture.adapter_targets import adapter_scale
 from workflow.lib.model.architecture.routers import CORRECTION
-from workflow.lib.model.layers.weight_storage import STATE_SUFFIX
 from workflow.lib.model.trained_modules import ROWS_TENSOR, TRAINED_ROWS
 from workflow.lib.quantization.nf4_checkpoint import (
     ShardWriter,
@@ -204,7 +205,7 @@ def merged_tensors(
     adapter_config: dict[str, Any],
     *,
     original: CheckpointReader,
-    nf4: CheckpointReader,
+    nf4: DecodedReader,
     onto: str,
     others: Collection[str] = (),
     stacks: Collection[str] = (),
@@ -227,7 +228,7 @@ def merged_tensors(
             continue
         path = name.removesuffix(".weight")
         key = f"{PREFIX}{path}"
-        quantized = f"{path}.{STATE_SUFFIX}" in nf4
+        quantized = nf4.in_few_bits(name)
         kept = narrow and original.dtype(name) == "F32"  # a router's bias needs its digits
         kept = kept and not quantized
         if f"{PREFIX}{name}" in whole:
@@ -239,7 +240,7 @@ def merged_tensors(
             table = original.tensor(name).to(rows.dtype)
             weight = table.index_copy(0, torch.tensor(indices[path]), rows)
         elif quantized and onto == "dequantized":
-            weight = dequantized_weight(nf4, path)
+            weight = decoded(*nf4.nf4_weight(name))
         else:
             weight = original.tensor(name)
         if key in pending and path != name:
@@ -279,7 +280,7 @@ def merged_model(
     """Yield name and tensor of all files of the merged model, parts without text included.
     adapter: by names in training; onto: as in `merged_tensors`."""
     stacks, others = original.stacks, original.other_parts
-    with original.weights(recorded=True) as weights, base.stored() as nf4:
+    with original.weights(recorded=True) as weights, base.decoded() as nf4:
         how: dict[str, Any] = {"original": weights, "nf4": nf4, "onto": onto, "stacks": stacks}
         linears = without_stacks(adapter, stacks)
         yield from merged_tensors(linears, adapter_config, others=others, **how)

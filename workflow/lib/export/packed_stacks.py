@@ -27,12 +27,11 @@ from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from workflow.lib.checkpoints.converted_reader import ConvertedReader, ModuleNames
+from workflow.lib.checkpoints.decoded_reader import DecodedReader
 from workflow.lib.checkpoints.expert_stacks import ExpertStack
 from workflow.lib.checkpoints.files.stack_names import PREFIX
-from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.kernels.nf4.decode import decoded
 from workflow.lib.model.architecture.adapter_targets import adapter_scale, by_pattern
-from workflow.lib.model.layers.weight_storage import CHECKPOINT_SUFFIX, CODE_SUFFIX, STATE_SUFFIX
 from workflow.lib.model.nf4_model import HAS_ITS_VALUE
 
 
@@ -257,30 +256,12 @@ def _loaded(model: nn.Module, path: str) -> tuple[torch.Tensor, QuantState]:
     return weight.data, weight.quant_state
 
 
-def stored_weight(reader: CheckpointReader, path: str) -> tuple[torch.Tensor, QuantState]:
-    """Return codes (bytes, 1) and state of a linear or stack, on the CPU; it decodes to fp32."""
-    suffixes = [*CHECKPOINT_SUFFIX.values(), *CODE_SUFFIX.values(), STATE_SUFFIX]
-    parts = {
-        suffix.removeprefix("weight."): reader.tensor(f"{path}.{suffix}")
-        for suffix in suffixes
-        if f"{path}.{suffix}" in reader
-    }
-    packed = parts.pop("weight")
-    state = QuantState.from_dict(parts, device=torch.device("cpu"))
-    state.dtype = torch.float32
-    return packed, state
-
-
-def dequantized_weight(reader: CheckpointReader, path: str) -> torch.Tensor:
-    return decoded(*stored_weight(reader, path))
-
-
 def merged_stacks(
     adapter: Mapping[str, torch.Tensor],
     adapter_config: Mapping[str, Any],
     *,
     original: ConvertedReader,
-    nf4: CheckpointReader,
+    nf4: DecodedReader,
     onto: str,
     stacks: Mapping[str, ExpertStack],
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -288,9 +269,10 @@ def merged_stacks(
     adapter: by names in training; onto: `dequantized` (the trained weights) or `original`; stacks:
     of `expert_stacks`. The sum is in fp32, rounded once."""
     for path, stack in stacks.items():
-        if onto == "dequantized" and f"{path}.{STATE_SUFFIX}" in nf4:
-            packed = NF4Tensor(*stored_weight(nf4, path), stack.shape, transposed=stack.transposed)
-            weights = iter(packed)
+        name = f"{path}.weight"
+        if onto == "dequantized" and nf4.in_few_bits(name):
+            stored = nf4.nf4_weight(name)
+            weights = iter(NF4Tensor(*stored, stack.shape, transposed=stack.transposed))
         else:
             weights = original.experts(path)
         changes = _changes(adapter, path, scale=adapter_scale(adapter_config, path), stack=stack)
