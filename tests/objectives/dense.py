@@ -1,6 +1,8 @@
 """Losses and figures of all rows at once, from all logits in float64, as published and as TRL
 computes them: by loops over documents, without what the library shares."""
 
+from itertools import pairwise
+
 import numpy as np
 import torch
 from torch.nn.functional import logsigmoid
@@ -47,11 +49,30 @@ class TokenTable:
                 found.append((*(self._answer(row, span) for span in spans), good))
         return found
 
+    def rewarded(self):
+        """Return log p and the reference's of each document's trained tokens, its advantage, and
+        log p by the sampler."""
+        found = []
+        for row, positions in enumerate(self.store.position_ids):
+            edges = [*np.flatnonzero(positions == 0), len(positions)]
+            for start, stop in pairwise(edges):
+                trained, log_probs, reference = self._trained(row, range(start, stop))
+                if trained:
+                    advantage = float(self.store.optional["advantages"][row, trained[0]])
+                    sampled = self.store.optional["sampled_log_probs"][row, trained]
+                    sampled = torch.from_numpy(sampled).double()
+                    found.append((log_probs, reference, advantage, sampled))
+        return found
+
     def _answer(self, row, span):
+        _, log_probs, reference = self._trained(row, span)
+        return Answer(torch.stack(log_probs), reference)
+
+    def _trained(self, row, span):
         trained = [place for place in span if self.store.loss_mask[row, place]]
         log_probs = [self.log_probs[row, p - 1, int(self.store.input_ids[row, p])] for p in trained]
         reference = self.scores.log_probs[self._number[row, trained]]
-        return Answer(torch.stack(log_probs), torch.from_numpy(reference).double())
+        return trained, log_probs, torch.from_numpy(reference).double()
 
 
 Losses = tuple[torch.Tensor, dict[str, torch.Tensor]]
@@ -146,4 +167,38 @@ def _kto(table, given):
     }
 
 
-DENSE = {"sft": _sft, "dpo": _dpo, "orpo": _orpo, "kto": _kto, "distill": _distill}
+def _grpo(table, given):
+    g, figures = given["grpo"], {name: [] for name in GRPO_FIGURES}
+    totals = []  # of answers
+    for answer, reference, advantage, sampled in table.rewarded():
+        losses = []
+        for log_p, old, s in zip(answer, reference, sampled, strict=True):
+            r, q, weight = (log_p - old).exp(), (old - log_p).exp(), (old - s).exp()
+            kept = r.clamp(1 - g["clip_low"], 1 + g["clip_high"])
+            policy = torch.minimum(r * advantage, kept * advantage)
+            kl = r * (q - q.log() - 1)
+            weight = min(weight, torch.tensor(g["importance_cap"]))
+            losses.append(g["kl"] * kl - weight * policy)
+            clips = bool(policy < r * advantage)
+            values = (float(clips), kl, r, -log_p, weight)
+            for name, value in zip(GRPO_FIGURES, values, strict=True):
+                figures[name].append(torch.as_tensor(value).double())
+        totals.append((torch.stack(losses).sum(), len(losses)))
+    if g["normalize"] == "token":
+        loss = sum(total for total, _ in totals) / sum(count for _, count in totals)
+    elif g["normalize"] == "answer":
+        loss = mean([total / count for total, count in totals])
+    else:
+        loss = mean([total / g["constant"] for total, _ in totals])
+    return loss, {name: mean(values) for name, values in figures.items()}
+
+
+GRPO_FIGURES = ("clipped", "kl", "ratio", "entropy", "importance")
+DENSE = {
+    "sft": _sft,
+    "dpo": _dpo,
+    "orpo": _orpo,
+    "kto": _kto,
+    "distill": _distill,
+    **dict.fromkeys(("grpo by token", "grpo by answer", "grpo by constant"), _grpo),
+}

@@ -1,6 +1,7 @@
 """Rows of packed documents with what a model is said to say of them, for tests of objectives."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,14 +25,41 @@ PROMPTED = (
 PROMPTED_LEN = 53
 
 
+# The same of groups: two groups with prompts of one length, one prompt of a token, an answer alone.
+GROUPED = (
+    ((7, 7, 5, 2, 1),),
+    ((6, 8, 3, 2), (6, 1, 1)),
+    ((0, 1, 2, 4), (5, 6), (2, 3, 1, 9)),
+    ((14, 3, 2),),
+)
+
+
+def rewarded(
+    positions: npt.NDArray[np.int32], mask: npt.NDArray[np.bool_]
+) -> dict[str, npt.NDArray[np.float32]]:
+    """Return the arrays of groups for rows: an advantage of each document, and log p by a sampler
+    that is about as sure as an untrained model."""
+    draw = np.random.default_rng(7)
+    numbers = (positions == 0).ravel().cumsum()
+    drawn = draw.choice([-1.5, -0.4, 0.0, 0.7, 1.2], numbers.max() + 1)
+    padding = np.bincount(numbers, weights=mask.ravel())[numbers] == 0
+    advantages = np.where(padding, 0.0, drawn[numbers]).reshape(mask.shape)
+    log_probs = np.where(mask, near_uniform(draw, mask.shape), 0.0)
+    return {"advantages": np.float32(advantages), "sampled_log_probs": np.float32(log_probs)}
+
+
+def near_uniform(draw: np.random.Generator, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+    return -np.log(VOCAB) + 0.4 * draw.standard_normal(shape)
+
+
 def prompted_rows(examples: str) -> TokenStore:
-    """Return rows of examples whose two documents have the same prompt, and answers that begin
-    alike. All tokens of answers are trained, with scores."""
-    draw = np.random.default_rng(3)
-    shape = (len(PROMPTED), PROMPTED_LEN)
+    """Return rows of examples whose documents have the same prompt, and answers that begin alike.
+    All tokens of answers are trained, with scores."""
+    draw, rows = np.random.default_rng(3), GROUPED if examples == "groups" else PROMPTED
+    shape = (len(rows), PROMPTED_LEN)
     ids, mask = np.zeros(shape, dtype=np.uint32), np.zeros(shape, dtype=np.bool_)
     positions, desirable = np.zeros(shape, dtype=np.int32), np.zeros(shape, dtype=np.bool_)
-    for row, of_row in enumerate(PROMPTED):
+    for row, of_row in enumerate(rows):
         start = 0
         for number, (prompt, *answers) in enumerate(of_row):
             shared = draw.integers(3, 97, prompt)  # of all tiny models
@@ -47,16 +75,20 @@ def prompted_rows(examples: str) -> TokenStore:
     heldout = {"input_ids": ids[0], "loss_mask": mask[0], "offsets": np.array([0, PROMPTED_LEN])}
     if examples == "rated":
         arrays["desirable"], heldout["desirable"] = desirable, desirable[0]
+    if examples == "groups":
+        arrays |= rewarded(positions, mask)
     named = {f"train.{name}.npy": array for name, array in arrays.items()}
     named |= {f"heldout.{name}.npy": array for name, array in heldout.items()}
     store = TokenStore(manifest={"examples": examples}, arrays=named)
-    return store.with_scores(DrawnScores(mask, top_k=0))
+    return store.with_scores(DrawnScores(mask, top_k=0, close=examples == "groups"))
 
 
 class DrawnScores:
-    """Scores of every trained token, drawn once."""
+    """Scores of every trained token, drawn once. close: about those of an untrained model."""
 
-    def __init__(self, loss_mask: npt.NDArray[np.bool_], *, top_k: int) -> None:
+    def __init__(
+        self, loss_mask: npt.NDArray[np.bool_], *, top_k: int, close: bool = False
+    ) -> None:
         draw = np.random.default_rng(5)
         self._mask = loss_mask
         shape = (*loss_mask.shape, VOCAB)
@@ -69,6 +101,8 @@ class DrawnScores:
         rest = np.exp(np.take_along_axis(log_probs, others, axis=-1)).sum(axis=-1)
         self._rest = np.log(rest).astype(np.float32)
         self._log_probs = -3 * draw.random(loss_mask.shape).astype(np.float32)
+        if close:
+            self._log_probs = near_uniform(draw, loss_mask.shape).astype(np.float32)
         self._teaches = top_k > 0
 
     def for_rows(self, indices: Iterable[int]) -> Scores:
@@ -140,6 +174,9 @@ def scored_rows(
         "train.loss_mask.npy": mask,
         "train.position_ids.npy": positions,
     }
+    if examples == "groups":
+        named = rewarded(positions, mask).items()
+        arrays |= {f"train.{name}.npy": array for name, array in named}
     spans = [(row, span) for row, of_row in enumerate(rows) for span in spans_of(of_row)]
     lengths = [span.stop - span.start for _, span in spans]
     arrays["heldout.offsets.npy"] = np.cumsum([0, *lengths])
@@ -156,4 +193,4 @@ def scored_rows(
         arrays["heldout.weights.npy"] = np.concatenate([whole[row, span] for row, span in spans])
     manifest = {"examples": examples} | heldout_from(answers=len(lengths))
     store = TokenStore(manifest=manifest, arrays=arrays)
-    return store.with_scores(DrawnScores(mask, top_k=top_k))
+    return store.with_scores(DrawnScores(mask, top_k=top_k, close=examples == "groups"))

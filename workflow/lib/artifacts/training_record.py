@@ -170,7 +170,7 @@ class Step(Record):
     log_probs_undesirable: float | None = None  # the same of undesirable ones
     kl: float | None = None
     """Of rated answers: mean log p - log p_ref of mismatched ones, an estimate of KL, nats. Of
-    groups: KL to the reference, estimated from the trained tokens (k3), nats per token."""
+    groups: estimate of KL to the reference, nats per token."""
     clipped: float | None = None  # of groups: share of trained tokens whose ratio is clipped
     ratio: float | None = None
     """Of groups: mean probability of a trained token, divided by the one at the run's start."""

@@ -4,9 +4,9 @@
 Of a trained token, r: p / p_old, where old is the start of the training; A: its answer's advantage;
 w: min(p_old / p_sampled, cap), the truncated weight for a sampler that computes otherwise than the
 trainer (TRL's `token_truncate`); q: p_ref / p, of the reference of KL. Its loss is
--w min(r A, clip(r, 1 - low, 1 + high) A) + kl (q - log q - 1); a high above low is DAPO's (arXiv
-2503.14476, eq. 10). The last term is the estimator k3 of KL (J. Schulman, "Approximating KL
-divergence", 2020)."""
+-w min(r A, clip(r, 1 - low, 1 + high) A) + kl r (q - log q - 1); a high above low is DAPO's (arXiv
+2503.14476, eq. 10). The last term is an unbiased estimate of KL, as its gradient is (arXiv
+2512.02556; TRL's `use_bias_correction_kl`)."""
 
 from dataclasses import dataclass
 
@@ -64,7 +64,7 @@ class Grpo(NextToken):
             weight = weight.clamp(max=settings.importance_cap)
             losses = weight * losses
         difference = (old if batch.scored is None else batch.scored) - log_p
-        divergence = torch.exp(difference) - difference - 1
+        divergence = ratio * (torch.exp(difference) - difference - 1)
         if settings.kl:
             losses = losses + settings.kl * divergence
         with torch.no_grad():
