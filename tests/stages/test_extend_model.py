@@ -8,6 +8,7 @@ from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from tests.support.families import FAMILIES, tiny_model
 from tests.support.forked_stage import forked_stage, refusal_of
 from tests.support.models import tiny_llama
 from tests.support.tiny import VOCAB_SIZE, tiny_tokenizer
@@ -23,8 +24,8 @@ TOKENS = ["<think>", "<|sum|>", "zwölf Türme"]
 ADDED = range(VOCAB_SIZE, VOCAB_SIZE + len(TOKENS))
 
 
-def extend(source, output, tokens):
-    config = {"model": {"add_tokens": tokens}}
+def extend(source, output, tokens=(), **model):
+    config = {"model": {"add_tokens": [*tokens], **model}}
     return forked_stage("extend_model", config=config, model=source, output=output)
 
 
@@ -153,3 +154,37 @@ def test_head_with_a_bias_is_refused(tmp_path):
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "original")
     tiny_tokenizer(tmp_path / "original")
     refused(tmp_path / "original", TOKENS, "the model's output head has a bias")
+
+
+YARN = {"rope_type": "yarn", "factor": 4}
+
+
+def test_scaled_model_shares_its_weights_and_has_a_longer_context(tmp_path):
+    source, folder = original(tmp_path), tmp_path / "scaled"
+    done = extend(source, folder, rope_scaling=YARN)
+    assert done.returncode == 0, done.stderr
+    weights = [path / "model.safetensors" for path in (source, folder)]
+    assert weights[0].samefile(weights[1])
+    check_files(downloaded_files(folder))
+    config = AutoModelForCausalLM.from_pretrained(folder).config
+    assert config.max_position_embeddings == 4 * 128
+    assert config.rope_parameters["rope_type"] == "yarn"
+    own = AutoConfig.from_pretrained(source)
+    assert own.max_position_embeddings == 128
+    assert own.rope_parameters["rope_type"] == "default"
+
+
+def test_tokens_and_positions_go_together(tmp_path):
+    folder = tmp_path / "both"
+    done = extend(original(tmp_path), folder, TOKENS, rope_scaling=YARN)
+    assert done.returncode == 0, done.stderr
+    config = AutoModelForCausalLM.from_pretrained(folder).config
+    assert (config.vocab_size, config.max_position_embeddings) == (ADDED.stop, 4 * 128)
+
+
+def test_layers_without_rotary_positions_are_refused(tmp_path):
+    config = FAMILIES["granitemoehybrid"].config("granitemoehybrid")
+    tiny_tokenizer(tiny_model(config, tmp_path / "original"))
+    output = tmp_path / "extended"
+    said = refusal_of(extend(tmp_path / "original", output, rope_scaling=YARN), output=output)
+    assert "the model's layers use no rotary positions that it scales" in said

@@ -21,8 +21,10 @@ or cached for many models, and takes a second then.
 import argparse
 import shlex
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from workflow.lib.evaluation.task_files import check_tasks
 from workflow.lib.model.architecture.model_shape import ModelShape, described_config, read_shape
@@ -52,6 +54,7 @@ from workflow.lib.recording.recording_process import (
     recording_process,
 )
 from workflow.lib.settings.config import RunConfig
+from workflow.lib.settings.train import RopeScaling
 from workflow.lib.system.environment import importing
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.files import file_sha256, provenance, write_checked_json
@@ -142,7 +145,7 @@ def answer(args: argparse.Namespace) -> None:
         if search == "largest":
             print_largest(args, process)
             return
-        planned = planned_run(args, *find_model(args, args.model, process))
+        planned = planned_run(args, args.model, *find_model(args, args.model, process))
         if search == "longest":
             print_longest(args, planned)
         else:
@@ -195,16 +198,30 @@ def described(model: Path) -> ModelShape:
     return describe_file(model / "config.json")
 
 
-def planned_run(args: argparse.Namespace, shape: ModelShape, record: PlanRecorder) -> PlannedRun:
-    """Return the run of the arguments."""
+def planned_run(
+    args: argparse.Namespace, model: str, shape: ModelShape, record: PlanRecorder
+) -> PlannedRun:
+    """Return the run of the arguments with a model."""
     count, gpu = parse_gpus(args.gpus, setting="--gpus")
     seq_len = SEQ_LEN if args.seq_len is None else args.seq_len
     settings = settings_of(
         args.set, seq_len=seq_len, rank=args.rank, processes=count, batch=args.batch
     )
+    if (scaling := settings.model.rope_scaling).parameters:
+        context = context_by(scaling, find_config(model, revision=args.revision))
+        shape = replace(shape, max_position_embeddings=context)
+        logger.info("context: %s tokens by model.rope_scaling", f"{context:,}")
     machine = machine_by_hand((count, gpu), asked_gib=args.host_gib, hardware=settings.hardware)
     tokens = imagined_tokens(shape, seq_len=settings.data.seq_len, rows=args.rows)
     return PlannedRun(settings, shape, machine, tokens, record, args.estimate)
+
+
+def context_by(scaling: RopeScaling, config: Mapping[str, Any]) -> int:
+    """Return the context in tokens of a model with this config.json, with scaled positions."""
+    with importing():
+        from workflow.lib.export.scaled_positions import scaled_context
+
+    return scaled_context(config, scaling)
 
 
 def print_longest(args: argparse.Namespace, planned: PlannedRun) -> None:
@@ -219,7 +236,8 @@ def print_longest(args: argparse.Namespace, planned: PlannedRun) -> None:
     seq_len, speed = forecast.plan.seq_len, forecast.time.tokens_per_s_per_process
     at = "" if speed is None else f", {speed:,.0f} tokens/s per GPU"
     more = planned.shape.max_position_embeddings - seq_len >= LENGTH_STEP
-    bound = "memory allows no longer one" if more else "the model reads no longer one"
+    beyond = "the model reads no longer one (model.rope_scaling scales its positions)"
+    bound = "memory allows no longer one" if more else beyond
     logger.info("the longest row: data.seq_len = %d%s; %s", seq_len, at, bound)
     logger.info("%s", command_of(args, seq_len=seq_len))
 
@@ -235,7 +253,7 @@ def print_largest(args: argparse.Namespace, process: RecordingProcess) -> None:
             named_error = str(error) if name and name in str(error) else f"{name!r}: {error}"
             raise UserError(f"--largest: {named_error}") from None
     shapes = {name: shape for name, (shape, _) in models.items()}
-    answer = largest(shapes, lambda name: planned_run(args, *models[name]))
+    answer = largest(shapes, lambda name: planned_run(args, name, *models[name]))
     if answer.forecast is not None:
         logger.info("%s", render(answer.forecast, run=str(answer.name)))
     left, named = len(answer.larger), list(answer.larger.items())[-MOST_NAMED:]

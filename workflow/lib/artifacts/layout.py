@@ -65,7 +65,12 @@ def _defines_result(affects: Affects) -> bool:
 
 
 def model_key(run: RunConfig) -> str:
-    return short_hash(_model(run))
+    return short_hash([*_model(run), *_rope(run)])
+
+
+def _rope(run: RunConfig) -> list[Any]:
+    """Return the scaling of rotary positions; tokens do not depend on it."""
+    return [scaling] if (scaling := run.model.rope_scaling.parameters) else []
 
 
 def _model(run: RunConfig) -> list[Any]:
@@ -94,7 +99,7 @@ def base_key(run: RunConfig) -> str:
     """Short hash of all that the quantized base depends on; of tokens only if they calibrate."""
     settings = _comparable(run, _defines_result).quantize.model_dump(mode="json")
     tokens = tokens_key(first_run(run)) if run.quantize.calibrates else None
-    return short_hash([*_model(run), settings, tokens])
+    return short_hash([*_model(run), *_rope(run), settings, tokens])
 
 
 def first_run(run: RunConfig) -> RunConfig:
@@ -124,8 +129,9 @@ def source_dir(run: RunConfig) -> str:
 
 
 def model_dir(run: RunConfig) -> str:
-    """Folder of the original base model: the named one, or with added tokens its copy."""
-    if run.model.add_tokens:
+    """Folder of the original base model: the named one, or with added tokens or scaled positions
+    its copy."""
+    if run.model.is_copied:
         return str(RESULTS / "extended" / f"{run.model.name}-{model_key(run)}")
     return source_dir(run)
 

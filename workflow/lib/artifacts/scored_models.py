@@ -65,7 +65,7 @@ def made_folders(runs: Mapping[str, RunConfig], scored: Mapping[str, ScoredModel
     downloads = {folder for run in runs.values() for folder in layout.download_dirs(run).values()}
     adapters = {f"{layout.stage_dir(name, 'consolidate')}/adapter" for name in runs}
     bases = {layout.base_dir(run) for run in runs.values()}
-    extended = {layout.model_dir(run) for run in runs.values() if run.model.add_tokens}
+    extended = {layout.model_dir(run) for run in runs.values() if run.model.is_copied}
     hub_models = {model.model for model in scored.values() if model.model and model.download}
     return downloads | extended | adapters | bases | hub_models
 

@@ -20,11 +20,11 @@ from workflow.lib.checkpoints.files.adapter_config import (
 )
 from workflow.lib.checkpoints.files.model_files import ADAPTER, fault_of_adapter
 from workflow.lib.data.reading.sources import unexpanded
-from workflow.lib.settings.config import RunConfig, is_hub_id, path_exists
+from workflow.lib.settings.config import RunConfig, Section, is_hub_id, path_exists
 from workflow.lib.system.errors import UserError, setting_error
 
 SETTING = "train.start_from"
-BASE_SETTINGS = {"model": ("source", "revision", "add_tokens"), "quantize": None}
+BASE_SETTINGS = {"model": ("source", "revision", "add_tokens", "rope_scaling"), "quantize": None}
 
 
 def with_starts(
@@ -95,12 +95,17 @@ def _started(
 
 def _other_base(run: RunConfig, other: RunConfig) -> dict[str, tuple[object, object]]:
     """Return the settings of a run's base that differ from another's."""
+
+    def plain(section: Section, key: str) -> object:
+        value = getattr(section, key)
+        return value.model_dump(mode="json") if isinstance(value, Section) else value
+
     return {
         f"{section}.{key}": (value, other_value)
         for section, keys in BASE_SETTINGS.items()
         for key in keys or type(getattr(run, section)).model_fields
-        if (value := getattr(getattr(run, section), key))
-        != (other_value := getattr(getattr(other, section), key))
+        if (value := plain(getattr(run, section), key))
+        != (other_value := plain(getattr(other, section), key))
     }
 
 

@@ -1,10 +1,13 @@
-"""A copy of a model with tokens that its tokenizer lacks (`model.add_tokens`).
+"""A copy of a model with tokens that its tokenizer lacks (`model.add_tokens`), or scaled rotary
+positions (`model.rope_scaling`).
 
-Their rows of embedding and head begin as the mean of the others, as in Transformers but without its
-noise of 1e-9. They follow the tokenizer's last token, in free or new rows. `config.json` names them
-(`TRAINED_ROWS`) for the training. All else is copied as stored."""
+The tokens' rows of embedding and head begin as the mean of the others, as in Transformers but
+without its noise of 1e-9. They follow the tokenizer's last token, in free or new rows.
+`config.json` names them (`TRAINED_ROWS`) for the training. All else is copied as stored. Without
+new tokens, weights are links to the same files where the disk allows it."""
 
 import copy
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,12 +19,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.files.config_file import text_part
-from workflow.lib.checkpoints.files.model_files import WEIGHTS
+from workflow.lib.checkpoints.files.model_files import CONFIG, WEIGHTS
+from workflow.lib.checkpoints.files.safetensors_headers import INDEX
 from workflow.lib.checkpoints.meta_model import is_tied
 from workflow.lib.export.adapter_files import write_merged, write_tokenizer
+from workflow.lib.export.scaled_positions import not_scaled, with_scaling
 from workflow.lib.model.host_embedding import other_tables
 from workflow.lib.model.trained_modules import TRAINED_ROWS
-from workflow.lib.settings.config import ExportConfig
+from workflow.lib.quantization.nf4_checkpoint import copy_companions
+from workflow.lib.settings.config import ExportConfig, ModelConfig
+from workflow.lib.settings.train import RopeScaling
 from workflow.lib.system.artifact_files import read_artifact
 from workflow.lib.system.checksums import HUB_RECORD
 from workflow.lib.system.errors import UserError, setting_error
@@ -30,9 +37,49 @@ from workflow.lib.system.files import file_sha256, write_checked_json, write_jso
 CARD = "README.md"
 
 
-def write_extended(source: Checkpoint, folder: Path, tokens: Sequence[str]) -> range:
-    """Write the model `source` with these tokens to a new `folder`; return their ids. Raises
-    `UserError` for a token that the tokenizer has, or a model whose rows cannot be trained."""
+def write_copy(source: Checkpoint, folder: Path, settings: ModelConfig) -> range:
+    """Write the model `source` with the settings' tokens and positions to a new `folder`; return
+    the tokens' ids. Raises `UserError` for a token that the tokenizer has, a model whose rows
+    cannot be trained, or as `with_scaling`."""
+    config = copy.deepcopy(source.config)
+    if settings.rope_scaling.parameters:
+        config = with_scaling(source.config, settings.rope_scaling)
+    if settings.add_tokens:
+        added = _write_with_tokens(source, folder, settings.add_tokens, config)
+    else:
+        added = range(0)
+        _link_weights(source, folder)
+        copy_companions(source.folder, folder)
+        write_json(folder / CONFIG, config)
+    if (source.folder / CARD).is_file():  # it names the licence
+        shutil.copyfile(source.folder / CARD, folder / CARD)
+    if settings.rope_scaling.parameters:
+        _check_rotary(Checkpoint(folder), settings.rope_scaling)
+    _write_record(source, folder)
+    return added
+
+
+def _check_rotary(copy: Checkpoint, scaling: RopeScaling) -> None:
+    """Raise `UserError` unless the model's layers use these positions."""
+    kinds = [getattr(module, "rope_type", None) for module in copy.model.modules()]
+    used = {
+        name for kind in kinds for name in (kind.values() if isinstance(kind, dict) else [kind])
+    }
+    if scaling.rope_type not in used:
+        raise not_scaled(scaling, "the model's layers use no rotary positions that it scales")
+
+
+def _link_weights(source: Checkpoint, folder: Path) -> None:
+    for path in {*source.files, *source.folder.glob(f"*{INDEX.removeprefix('model')}")}:
+        try:
+            os.link(path.resolve(), folder / path.name)
+        except OSError:  # another disk, or one without links
+            shutil.copyfile(path, folder / path.name)
+
+
+def _write_with_tokens(
+    source: Checkpoint, folder: Path, tokens: Sequence[str], config: dict[str, Any]
+) -> range:
     tokenizer = source.tokenizer()
     added = _add_tokens(tokenizer, tokens)
     embedding, head = _tables(source.model, tokens)
@@ -57,10 +104,7 @@ def write_extended(source: Checkpoint, folder: Path, tokens: Sequence[str]) -> r
     if missing - {dropped}:
         raise _error(tokens, f"{min(missing)} is stored packed, where no row can be added")
     write_tokenizer(tokenizer, folder)
-    _write_config(source, folder, rows, added)
-    if (source.folder / CARD).is_file():  # it names the licence
-        shutil.copyfile(source.folder / CARD, folder / CARD)
-    _write_record(source, folder)
+    _write_config(config, folder, rows, added)
     return added
 
 
@@ -101,13 +145,12 @@ def _with_rows(table: torch.Tensor, added: range, rows: int) -> torch.Tensor:
     return extended
 
 
-def _write_config(source: Checkpoint, folder: Path, rows: int, added: range) -> None:
-    config = copy.deepcopy(source.config)
+def _write_config(config: dict[str, Any], folder: Path, rows: int, added: range) -> None:
     config.pop(WEIGHTS, None)  # a file that this folder has not
     text_part(config)["vocab_size"] = rows
     if "vocab_size" in config:  # multimodal models have it twice
         config["vocab_size"] = rows
-    write_json(folder / "config.json", config | {TRAINED_ROWS: [added.start, added.stop]})
+    write_json(folder / CONFIG, config | {TRAINED_ROWS: [added.start, added.stop]})
 
 
 def _write_record(source: Checkpoint, folder: Path) -> None:

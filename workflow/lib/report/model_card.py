@@ -17,6 +17,7 @@ from markupsafe import Markup
 from workflow.lib.artifacts.manifest_record import Manifest
 from workflow.lib.artifacts.records import GgufChecks, Parity, Quantization, ServedCheck
 from workflow.lib.artifacts.training_record import Summary
+from workflow.lib.checkpoints.files.quantization_settings import TEXT_PART
 from workflow.lib.report.html_page import NUMBERS, templates
 from workflow.lib.report.run_results import objective_words
 from workflow.lib.report.verdict import Measured, label
@@ -59,6 +60,8 @@ class CardInputs:
     gguf: GgufChecks | None = None
     checked: ServedCheck | None = None
     nf4_base_id: str | None = None
+    overrides: dict[str, Any] | None = None
+    """Part of the config.json: rotary positions of the training, unlike the base's own."""
 
 
 def model_card(inputs: CardInputs) -> str:
@@ -66,6 +69,8 @@ def model_card(inputs: CardInputs) -> str:
     facts, served = inputs.quantization, inputs.measured.served.subject
     is_other = facts.taken or facts.only_here is not None or inputs.nf4_base_id is not None
     in_4_bits = served == "tuned" and facts.method != "none"
+    loads_folder = in_4_bits and is_other and not facts.taken  # its config.json has the positions
+    overrides = inputs.overrides or {}
     arguments = inputs.manifest.template_kwargs or {}
     variables = {
         **vars(inputs),
@@ -73,6 +78,7 @@ def model_card(inputs: CardInputs) -> str:
         # A path of this machine is not published.
         "base_name": inputs.model_id or inputs.summary.settings.model.name,
         "served_name": served,
+        "positions": None if loads_folder else overrides.get(TEXT_PART, overrides),
         "in_4_bits": in_4_bits,
         # Transformers makes the 4-bit base of the original when it loads it.
         "is_made_anew": in_4_bits and not is_other,

@@ -18,10 +18,77 @@ CALIBRATED_ONLY = Affects(needs=("method", *CALIBRATING))
 NF4_ONLY = Affects(needs=("method", "absmax", *CALIBRATING))
 RESTARTS_ONLY = Affects(needs=("lr_schedule", "cosine_with_restarts"))
 STABLE_ONLY = Affects(needs=("lr_schedule", "warmup_stable_decay"))
+SCALED_ONLY = Affects(needs=("rope_type", "yarn", "linear", "llama3"))
+YARN_ONLY = Affects(needs=("rope_type", "yarn"))
+LLAMA3_ONLY = Affects(needs=("rope_type", "llama3"))
 FLOAT8_ONLY = Affects(needs=("matmul_dtype", "float8", "auto"))
 Alpha = Annotated[float, Field(gt=0.0, le=65536.0)]
 Layers = Annotated[int, Field(ge=0, le=10_000)]
 Gib = Annotated[float, Field(gt=0.0, le=1e6)]
+
+
+class RopeScaling(Section):
+    """Rotary positions for rows beyond the context that the model was made for. A copy of the model
+    has the scaling in its config.json, so every later stage uses it."""
+
+    affects: ClassVar = Affects("result", stages=("extend_model", "finetune", "write_card"))
+
+    rope_type: Literal["family", "yarn", "linear", "llama3"] = "family"
+    """Method of Transformers: yarn (arXiv 2309.00071), linear (arXiv 2306.15595), llama3; family =
+    the model's own, unchanged."""
+    factor: Annotated[float | None, SCALED_ONLY] = Field(None, gt=1.0, le=1024.0)
+    """Required with a method: new context / original context."""
+    original_max_position_embeddings: Annotated[int | None, SCALED_ONLY] = Field(
+        None, ge=1, le=2**40
+    )
+    """Context without scaling; null = the model's max_position_embeddings."""
+    beta_fast: Annotated[float, YARN_ONLY] = Field(32.0, gt=0.0, le=1024.0)
+    """yarn: rotations within the original context from which a frequency stays as it is."""
+    beta_slow: Annotated[float, YARN_ONLY] = Field(1.0, gt=0.0, le=1024.0)
+    """yarn: rotations below which a frequency is divided by the factor."""
+    low_freq_factor: Annotated[float, LLAMA3_ONLY] = Field(1.0, gt=0.0, le=1024.0)
+    """llama3: frequencies with fewer rotations are divided by the factor."""
+    high_freq_factor: Annotated[float, LLAMA3_ONLY] = Field(4.0, gt=0.0, le=1024.0)
+    """llama3: frequencies with more rotations stay as they are."""
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The settings of this method under Transformers' names; {} for the family's own."""
+        if self.rope_type == "family":
+            return {}
+        methods = {key: self.affected_by(key).needs for key in type(self).model_fields}
+        read = {key for key, needs in methods.items() if not needs or self.rope_type in needs}
+        return self.model_dump(mode="json", include=read, exclude_none=True)
+
+    def context(self, original: int) -> int:
+        """Return the tokens of the scaled model's context; original: without scaling."""
+        return int((self.factor or 1) * (self.original_max_position_embeddings or original))
+
+    @model_validator(mode="after")
+    def _method_and_factor(self) -> "RopeScaling":
+        if self.rope_type != "family" and self.factor is None:
+            raise ValueError(
+                f"rope_type = {self.rope_type}: it needs a factor, new context / original context. "
+                "Set factor, as 4"
+            )
+        for key in sorted(self.model_fields_set):
+            _, *methods = self.affected_by(key).needs or (None, self.rope_type)
+            if self.rope_type not in methods and getattr(self, key) is not None:
+                raise ValueError(
+                    f"{key} = {getattr(self, key)}: rope_type = {self.rope_type} does not read it. "
+                    f"Set rope_type to {' or '.join(methods)}, or remove it"
+                )
+        if self.rope_type == "llama3" and self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor = {self.low_freq_factor}: must be below high_freq_factor = "
+                f"{self.high_freq_factor}. Change one"
+            )
+        if self.rope_type == "yarn" and self.beta_slow >= self.beta_fast:
+            raise ValueError(
+                f"beta_slow = {self.beta_slow}: must be below beta_fast = {self.beta_fast}. Change "
+                "one"
+            )
+        return self
 
 
 class ModelConfig(Section):
@@ -55,6 +122,10 @@ class ModelConfig(Section):
     ] = ()
     """New tokens, such as `<think>`: their rows of embedding and head are added, and trained beside
     LoRA (PEFT's `trainable_token_indices`)."""
+    rope_scaling: Annotated[
+        RopeScaling, Affects(stages=("extend_model", "finetune", "write_card"))
+    ] = RopeScaling()
+    """Scaled rotary positions, for rows beyond the model's context."""
     attention: Literal[
         "auto", "eager", "sdpa", "varlen", "flex", "flash_attention_2", "flash_attention_3"
     ] = "auto"
@@ -75,6 +146,11 @@ class ModelConfig(Section):
         if not isinstance(document, Mapping):
             return document
         return {"name": label(str(document.get("source") or ""), default="model"), **document}
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether a copy of the model, with more tokens or another context, is trained."""
+        return bool(self.add_tokens) or bool(self.rope_scaling.parameters)
 
     @field_validator("add_tokens")
     @classmethod
