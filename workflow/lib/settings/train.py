@@ -71,9 +71,9 @@ class RopeScaling(Section):
                 f"rope_type = {self.rope_type}: it needs a factor, new context / original context. "
                 "Set factor, as 4"
             )
-        for key in sorted(self.model_fields_set):
+        for key, field in type(self).model_fields.items():
             _, *methods = self.affected_by(key).needs or (None, self.rope_type)
-            if self.rope_type not in methods and getattr(self, key) is not None:
+            if self.rope_type not in methods and getattr(self, key) != field.default:
                 raise ValueError(
                     f"{key} = {getattr(self, key)}: rope_type = {self.rope_type} does not read it. "
                     f"Set rope_type to {' or '.join(methods)}, or remove it"
