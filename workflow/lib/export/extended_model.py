@@ -4,10 +4,9 @@ positions (`model.rope_scaling`).
 The tokens' rows of embedding and head begin as the mean of the others, as in Transformers but
 without its noise of 1e-9. They follow the tokenizer's last token, in free or new rows.
 `config.json` names them (`TRAINED_ROWS`) for the training. All else is copied as stored. Without
-new tokens, weights are links to the same files where the disk allows it."""
+new tokens, weights are symbolic links to the files of the model."""
 
 import copy
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -71,10 +70,7 @@ def _check_rotary(copy: Checkpoint, scaling: RopeScaling) -> None:
 
 def _link_weights(source: Checkpoint, folder: Path) -> None:
     for path in {*source.files, *source.folder.glob(f"*{INDEX.removeprefix('model')}")}:
-        try:
-            os.link(path.resolve(), folder / path.name)
-        except OSError:  # another disk, or one without links
-            shutil.copyfile(path, folder / path.name)
+        (folder / path.name).symlink_to(path.resolve())
 
 
 def _write_with_tokens(
