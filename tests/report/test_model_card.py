@@ -1,7 +1,9 @@
 """The model card: metadata that the hub reads, and facts that are the run's."""
 
 import dataclasses
+import json
 import re
+import shlex
 from typing import Any
 
 import pytest
@@ -32,11 +34,13 @@ from workflow.lib.artifacts.records import GgufChecks, Parity, Quantization
 from workflow.lib.artifacts.training_record import Summary
 from workflow.lib.checkpoints.adapter import Adapter
 from workflow.lib.checkpoints.checkpoint import Checkpoint
+from workflow.lib.export.extended_model import write_copy
 from workflow.lib.export.stock_models import load_adapter, load_base
 from workflow.lib.report.model_card import CardInputs, model_card
 from workflow.lib.report.verdict import read_measured
-from workflow.lib.settings.config import QuantizeConfig
+from workflow.lib.settings.config import ModelConfig, QuantizeConfig
 from workflow.lib.system.files import read_json, write_json
+from workflow.scripts.write_card import stated_positions
 
 
 def read(folder, **changes):
@@ -194,6 +198,9 @@ WHOLE_BLOCKS = {
 }
 
 
+SCALED = {"rope_scaling": {"rope_type": "yarn", "factor": 4}}
+
+
 def used(card, **replaced):
     """Run the card's last block of Python, with these folders; return its names."""
     block = re.findall(r"```python\n(.*?)```", card, re.DOTALL)[-1]
@@ -215,6 +222,8 @@ def used(card, **replaced):
         ("mixtral", {}),
         ("llama in NF4", {}),
         ("llama in words", {}),
+        ("llama in longer rows", {}),
+        ("mistral3 in longer rows", {"method": "none"}),
         ("llama", {"method": "none"}),
         ("llama", {"keep": ["down_proj", r"layers\.0"]}),
         ("mixtral", {"keep": ["experts", "q_proj"]}),
@@ -226,6 +235,8 @@ def used(card, **replaced):
         "experts",
         "original in NF4",
         "said to be",
+        "scaled positions",
+        "scaled and multimodal",
         "16 bits",
         "some in 16 bits",
         "experts in 16 bits",
@@ -241,13 +252,19 @@ def test_card_loads_what_was_evaluated(run, tmp_path, family, quantize):
     model = tiny_model(config, tmp_path / "model", dtype=torch.bfloat16)
     if packed == "NF4":
         model = quantized(model, tmp_path / "packed")
-    elif packed:
+    elif packed == "words":
         said = {"quantization_config": {"quant_method": "fp8"}}
         write_json(model / "config.json", read_json(model / "config.json") | said)
     nf4, adapter = tmp_path / "nf4", tmp_path / "adapter"
     settings = {"quantize": QuantizeConfig(**quantize).model_dump(mode="json")}
+    scaling = ModelConfig.model_validate(SCALED if packed == "longer rows" else {})
+    source = model
+    if packed == "longer rows":
+        source = tmp_path / "scaled"
+        source.mkdir()
+        write_copy(Checkpoint.open(model), source, scaling)
     done = forked_stage(
-        "quantize_base", config=settings, model=model, output=nf4, log=tmp_path / "log.txt"
+        "quantize_base", config=settings, model=source, output=nf4, log=tmp_path / "log.txt"
     )
     assert done.returncode == 0, done.stderr
     facts = read_record(nf4 / "quantization.json", Quantization)
@@ -258,6 +275,7 @@ def test_card_loads_what_was_evaluated(run, tmp_path, family, quantize):
     tiny_adapter(load_base(Checkpoint(nf4), **told), adapter)
     evaluated = load_adapter(load_base(Checkpoint(nf4), **told), Adapter(adapter))
     changes = {"model_id": None, "revision": None, "quantization": facts}
+    changes["overrides"] = stated_positions(scaling, nf4)
     base = {"nf4__base": nf4} if facts.only_here else {"base": model}
     loaded = used(model_card(read(run, **changes)), **base, this__folder=adapter)
     ids = torch.arange(5, 40)[None]
@@ -348,6 +366,13 @@ def test_command_is_the_one_that_was_run_and_cost_is_told(run):
     ) in text
     assert "held-out loss is 1.5200 nats per token, +0.0200 against the adapter" in text
     assert "100.0% of the adapter's change of log-probabilities" in text
+
+
+def test_command_for_scaled_positions_has_them(run):
+    stated = {"rope_parameters": {"rope_type": "yarn"}, "max_position_embeddings": 512}
+    text = serving(read(run, checked=SERVED_CHECK, overrides=stated))
+    options = shlex.split(text.split("```bash")[1].split("```")[0])
+    assert json.loads(options[options.index("--hf-overrides") + 1]) == stated
 
 
 def test_command_for_an_adapter_on_experts_has_its_option_and_its_mark(run):
