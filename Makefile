@@ -7,6 +7,8 @@ PYTEST_OPTIONS = -n $$(( $$(nproc) + 1 )) --maxprocesses 4 --dist loadfile --no-
 PYTEST = PATH="$(CURDIR)/$(BIN):$$PATH" OMP_NUM_THREADS=1 python -m pytest $(PYTEST_OPTIONS)
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 SERVING := .venv-serving
+# Bytecode is kept, for the hundreds of processes of the tests, also where the environment says no.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: install serving train all test nightly gpu lint format audit clean
 
