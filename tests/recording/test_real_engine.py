@@ -18,7 +18,13 @@ from workflow.lib.model.recomputation import checkpoint_activations_
 from workflow.lib.model.training_module import loss_in
 from workflow.lib.objectives.from_settings import objective_of
 from workflow.lib.scores.store import Scores
-from workflow.lib.settings.objectives import NEEDS, DistillConfig, GrpoConfig, PreferencesConfig
+from workflow.lib.settings.objectives import (
+    NEEDS,
+    PAIRED,
+    DistillConfig,
+    GrpoConfig,
+    PreferencesConfig,
+)
 from workflow.lib.training.batches import make_batch, with_examples, with_scores
 from workflow.lib.training.gradients import LossSum
 from workflow.lib.training.micro_batch_graphs import forward_backward
@@ -84,7 +90,13 @@ def batch_for(objective):
     """Return rows with what an objective reads besides tokens: of two documents where it takes
     examples of two."""
     needs, batch = NEEDS[objective], random_batch()
-    if needs.examples != "texts":
+    if needs.examples == "groups":
+        ids, places = (x.numpy() for x in (batch.input_ids, batch.position_ids))
+        values = np.ones((ROWS, SEQ_LEN), dtype=np.float32)
+        by_token = {"advantages": values, "sampled_log_probs": -values}
+        made = make_batch(ids, places, places > 0, by_token=by_token, device=torch.device("cpu"))
+        batch = replace(made, row_keys=batch.row_keys, step_sizes=torch.ones(2))
+    if needs.examples in PAIRED:
         ids, half = batch.input_ids.numpy(), SEQ_LEN // 2
         places = np.tile(np.arange(half), (ROWS, 2))
         trained = np.tile(np.arange(SEQ_LEN) > 0, (ROWS, 1))  # about as many as in the recording
@@ -94,7 +106,7 @@ def batch_for(objective):
         batch = replace(with_examples(made, good), row_keys=keys, step_sizes=torch.ones(3))
     tokens = len(batch.targets)
     log_probs = np.full(tokens, -1.0, dtype=np.float32)
-    if needs.scores_of == "preferences.reference":
+    if needs.scores_of in ("preferences.reference", "grpo.kl_reference"):
         return with_scores(batch, [Scores(log_probs)])
     if needs.scores_of == "distill.teacher":
         ids = np.tile(np.arange(TOP_K, dtype=np.uint32), (tokens, 1))
@@ -225,12 +237,12 @@ def test_peak_with_trained_modules_is_that_of_the_engine(process, wide, modules)
 
 
 @pytest.mark.parametrize("modules", [(), ("lm_head",)], ids=str)
-@pytest.mark.parametrize("objective", ["dpo", "orpo", "kto", "distill"])
+@pytest.mark.parametrize("objective", ["dpo", "orpo", "kto", "distill", "grpo"])
 def test_peak_of_an_objective_is_that_of_the_engine(process, wide, objective, modules):
     source, base = wide
     plan = chosen(
         trains_head="lm_head" in modules, objective=objective,
-        documents_per_row=1 if objective == "distill" else 2,
+        documents_per_row=1 if objective in ("distill", "grpo") else 2,
         top_k=TOP_K if objective == "distill" else 0,
     )  # fmt: skip
     found = peak(recorded(process, source, plan))

@@ -1,4 +1,4 @@
-"""Steps of pairs and rated answers that share their prompts are those of whole documents."""
+"""Steps of examples that share their prompts are those of whole documents."""
 
 import pytest
 import torch
@@ -9,12 +9,13 @@ from tests.support.scored_rows import PROMPTED, prompted_rows
 from workflow.lib.objectives.from_settings import objective_of
 from workflow.lib.training.startup_checks import check_shared_prompts
 
-OBJECTIVES = {"dpo": "pairs", "kto": "rated"}
+# Examples, and the tokens that are left of the first row.
+OBJECTIVES = {"dpo": ("pairs", 38), "kto": ("rated", 38), "grpo by answer": ("groups", 29)}
 
 
 def survey(world, base):
     found = {}
-    for name, examples in OBJECTIVES.items():
+    for name, (examples, _) in OBJECTIVES.items():
         config, store = configured(name, "frozen head"), prompted_rows(examples)
         train = config.train.model_copy(update={"global_batch_size": len(PROMPTED)})
         config = config.model_copy(update={"train": train})
@@ -38,7 +39,7 @@ def test_step_with_shared_prompts_is_that_of_whole_documents(base, processes):
     for name in OBJECTIVES:
         assert found[name, False, "checks"] == []
         (detail,) = found[name, True, "checks"]
-        assert detail.endswith("38 of 53 tokens are left")
+        assert detail.endswith(f"{OBJECTIVES[name][1]} of 53 tokens are left")
     for name in OBJECTIVES:
         (loss, figures, gradients), *_ = found[name, False]
         for step in found[name, True]:

@@ -1,4 +1,4 @@
-"""Which tokens are left of pairs, and the keys that their queries see."""
+"""Which tokens are left of pairs and groups, and the keys that their queries see."""
 
 import numpy as np
 import pytest
@@ -10,6 +10,9 @@ from workflow.lib.kernels.attention.shared_prompts import SharedPrompts, kept_to
 # A pair whose prompt has 2 tokens, two documents that share nothing, a prompt of 5, padding.
 POSITIONS = np.array([[0, 1, 2, 3, 1, 2, 0, 1, 2, 0, 1, 2, 3, 4, 5, 4, 5, 6, 7, 0, 1]])
 SIZES = {"queries": [4, 2, 3, 6, 4, 2], "keys": [4, 3, 3, 6, 8, 2]}
+# Three answers to a prompt of 3 tokens, an answer alone, and two answers to one of 2.
+GROUPS = np.array([[0, 1, 2, 3, 4, 2, 3, 2, 3, 4, 0, 1, 2, 0, 1, 2, 1, 2, 3]])
+GROUP_SIZES = {"queries": [5, 2, 3, 3, 3, 3], "keys": [5, 4, 5, 3, 3, 4]}
 
 
 def test_prompt_before_the_first_trained_token_is_left_once():
@@ -18,25 +21,35 @@ def test_prompt_before_the_first_trained_token_is_left_once():
     trained = positions >= 2
     trained[0, 9:] = False
     # two tokens of the prompt are common; the third is trained in both
-    assert kept_tokens(ids, positions, trained).tolist() == [
+    assert kept_tokens(ids, positions, trained, paired=True).tolist() == [
         [True, True, True, True, False, True, True, True, True, False, False]
     ]
 
 
+def test_prompt_of_a_group_is_left_once_and_other_prompts_are_whole():
+    ids = np.array([[5, 6, 8, 5, 6, 9, 9, 5, 6, 7, 5, 6, 7, 5, 7, 5, 0, 0]])
+    positions = np.array([[0, 1, 2, 0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1]])
+    trained = positions >= 2
+    trained[0, 10:13] = [False, True, True]  # begins like the others, and its prompt is shorter
+    kept = kept_tokens(ids, positions, trained, paired=False).astype(int)
+    assert kept.tolist() == [[1, 1, 1, 0, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0]]
+
+
+@pytest.mark.parametrize(("positions", "sizes"), [(POSITIONS, SIZES), (GROUPS, GROUP_SIZES)])
 @pytest.mark.parametrize("window", [None, 3])
-def test_gathered_keys_are_those_that_the_mask_shows(window):
-    shared = SharedPrompts.of(POSITIONS)
-    assert shared.bounds.diff().tolist() == SIZES["keys"]
-    assert shared.longest == max(SIZES["keys"])
+def test_gathered_keys_are_those_that_the_mask_shows(positions, sizes, window):
+    shared = SharedPrompts.of(positions)
+    assert shared.bounds.diff().tolist() == sizes["keys"]
+    assert shared.longest == max(sizes["keys"])
     draw = torch.Generator().manual_seed(0)
     q, k, v = (
-        torch.randn(POSITIONS.size, 2, 3, generator=draw, dtype=torch.float64).requires_grad_()
+        torch.randn(positions.size, 2, 3, generator=draw, dtype=torch.float64).requires_grad_()
         for _ in range(3)
     )
-    mask = prompt_mask(torch.from_numpy(POSITIONS), MaskKind(window=window))[0, 0]
+    mask = prompt_mask(torch.from_numpy(positions), MaskKind(window=window))[0, 0]
     gathered = (q, shared.gathered(k), shared.gathered(v))
     parts = zip(
-        *[x.split(SIZES[of]) for x, of in zip(gathered, ("queries", "keys", "keys"), strict=True)],
+        *[x.split(sizes[of]) for x, of in zip(gathered, ("queries", "keys", "keys"), strict=True)],
         strict=True,
     )
     found = torch.cat([attended(*part, aligned_at_ends(part, window)) for part in parts])

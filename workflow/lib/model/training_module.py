@@ -92,7 +92,7 @@ class CausalLMForTraining(nn.Module):
         self.rows_of: Callable[[torch.Tensor], torch.Tensor] | None = None
         """Embedding rows (n, hidden) of ids (n,), if its table is not whole and frozen."""
         self.shares_prompts = False
-        """Whether the two documents of an example share their prompt in training steps."""
+        """Whether the documents of an example share their prompt in training steps."""
         self._known_rows: torch.Tensor | None = None
         """Those of the current micro-batch, if they are known."""
         self.router_balance: RouterBalance | None = None
@@ -135,7 +135,7 @@ class CausalLMForTraining(nn.Module):
         return self._prepared.recurrent_layers
 
     def share_prompts_(self) -> str | None:
-        """Make examples of two documents share their prompt; return why they cannot, or None."""
+        """Make documents of an example share their prompt; return why they cannot, or None."""
         obstacle = self._prepared.sharing_obstacle()
         if self.router_balance is not None:
             obstacle = "the balance of routers is that of whole rows"

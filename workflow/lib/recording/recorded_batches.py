@@ -8,13 +8,14 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from workflow.lib.data.tokens.token_store import OPTIONAL
 from workflow.lib.kernels.attention.shared_prompts import SharedPrompts
 from workflow.lib.model.documents import documents_of
 from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.planning.memory.allocation_tape import STEPS
 from workflow.lib.recording.layer_tape import FIRST_PHASE, LayerTape
-from workflow.lib.settings.objectives import NEEDS
+from workflow.lib.settings.objectives import NEEDS, PAIRED
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.training.batches import RowGroup
 from workflow.lib.training.step_batches import StepRows
@@ -104,17 +105,22 @@ class RecordedBatches:
     def _with_objective_inputs(self, batch: MicroBatch) -> MicroBatch:
         plan, needs, tokens = self._plan, NEEDS[self._plan.objective], len(batch.positions)
         firsts = torch.arange(0, len(batch.bounds[0]) - 2, 2)
-        if needs.examples != "texts":
+        if needs.examples in PAIRED:
             batch = replace(batch, firsts=firsts, step_sizes=torch.ones(len(STEP_SIZES)))
         if self._training.shares_prompts:
             batch = replace(batch, shared=_shared(batch))
-        if needs.examples == "rated":
-            batch = replace(batch, desirable=torch.zeros(len(firsts), dtype=torch.bool))
+        counts = {"token": tokens, "example": len(firsts)}
+        required = {
+            name: torch.from_numpy(np.zeros(counts[array.per], dtype=array.dtype))
+            for name, array in OPTIONAL.items()
+            if array.required and array.examples == needs.examples
+        }
+        batch = replace(batch, **required)  # type: ignore[arg-type]
         if plan.top_k:
             ids = torch.zeros(tokens, plan.top_k, dtype=torch.int64)
             log_probs = torch.zeros(tokens, plan.top_k + 1)
             return replace(batch, teacher_ids=ids, teacher_log_probs=log_probs)
-        if needs.scores_of is not None:
+        if needs.scores_of is not None and not plan.start_reference:
             return replace(batch, reference=torch.zeros(tokens))
         return batch
 
@@ -124,4 +130,4 @@ def _shared(batch: MicroBatch) -> SharedPrompts:
     any micro-batch."""
     positions = torch.arange(batch.input_ids.numel())
     prompt = positions[::2]
-    return SharedPrompts(positions, positions, prompt, prompt, *batch.bounds)
+    return SharedPrompts(positions, positions, prompt, prompt, *batch.bounds, (len(prompt),))

@@ -50,7 +50,7 @@ class BasePlan:
     matmul_passes: str = "both"  # the passes with this dtype: `forward`, `backward` or `both`
     objective: ObjectiveName = SUPERVISED  # `train.objective`
     shares_prompts: bool = False
-    """The two documents of an example share their prompt, if the model's attention can."""
+    """The documents of an example share their prompt, if the model's attention can."""
     start_reference: bool = False
     """The objective's reference is the start of the training: its trained values are in host
     memory."""

@@ -34,7 +34,8 @@ def attention_costs(position_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int64
 def shared_lengths(store: TokenStore, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Return the tokens of each row once its examples share their prompts, without padding."""
     arrays = (store.input_ids[rows], store.position_ids[rows], store.loss_mask[rows])
-    lengths: npt.NDArray[np.int64] = kept_tokens(*arrays).sum(axis=1)
+    kept = kept_tokens(*arrays, paired=store.examples in PAIRED)
+    lengths: npt.NDArray[np.int64] = kept.sum(axis=1)
     return lengths
 
 
@@ -128,7 +129,7 @@ def stored_batch(
     stored = [store.input_ids, store.position_ids, store.loss_mask, *store.optional.values()]
     arrays = [np.asarray(array[rows]) for array in stored]
     if row_tokens is not None:
-        kept = kept_tokens(*arrays[:3])
+        kept = kept_tokens(*arrays[:3], paired=store.examples in PAIRED)
         paddings = [np.arange(row_tokens) if array is arrays[1] else None for array in arrays]
         arrays = [
             _filled(array, kept=kept, row_tokens=row_tokens, padding=padding)

@@ -1,13 +1,14 @@
-"""Prompts that are computed once for both documents of a pair.
+"""Prompts that are computed once for all documents of a pair or a group.
 
-A row holds [prompt chosen | last token of the prompt, rejected]. The positions of the second
-document continue the prompt's: a document whose first position is p > 0 sees the first p tokens of
-the document before it, besides its own. Every token has the same hidden state as in whole
+A row holds [prompt chosen | last token of the prompt, rejected]. The positions of later documents
+continue the prompt's: a document whose first position is p > 0 sees the first p tokens of the last
+document that begins at 0, besides its own. Every token has the same hidden state as in whole
 documents. FlashAttention gets the keys of [prompt chosen | prompt rejected], gathered, and aligns
 queries and keys at the ends of documents; other implementations get a mask."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Self
 
 import numpy as np
@@ -22,9 +23,9 @@ Numbers = npt.NDArray[np.int64]
 @dataclass(frozen=True)
 class SharedPrompts:
     """The keys of T tokens in flattened rows. keys: (K,), the token of each; own: (T,), each
-    token's key in its own document; prompt: (S,), tokens that a second document sees too; copies:
+    token's key in its own document; prompt: (S,), tokens that a later document sees too; copies:
     (S,), their keys there; all int64. bounds: (documents + 1,) int32 of keys; longest: most keys of
-    a document."""
+    a document; turns: how many of S belong to second documents, to third ones, ..."""
 
     keys: torch.Tensor
     own: torch.Tensor
@@ -32,27 +33,32 @@ class SharedPrompts:
     copies: torch.Tensor
     bounds: torch.Tensor
     longest: int
+    turns: tuple[int, ...]
 
     @classmethod
     def of(cls, position_ids: Numbers) -> Self | None:
         """Return the keys of rows (rows, tokens) in host memory; None without a shared prompt."""
         flat, starts = position_ids.reshape(-1), np.flatnonzero(document_starts(position_ids))
-        seen = flat[starts]  # tokens of the document before
+        seen = flat[starts]  # tokens of the prompt
         if not seen.any():
             return None
-        second = np.flatnonzero(seen)
-        assert not seen[second - 1].any(), "a prompt is shared by two documents"
+        number = np.arange(len(seen))
+        turn = number - np.maximum.accumulate(np.where(seen == 0, number, 0))
+        later = np.argsort(turn, kind="stable")[np.count_nonzero(turn == 0) :]
         sizes = np.diff(starts, append=flat.size)
         bounds = np.concatenate([[0], np.cumsum(sizes + seen)])
         own = np.arange(flat.size) + np.repeat(np.cumsum(seen), sizes)
         prompt, copies = (
-            np.concatenate([first[n] + np.arange(seen[n + late]) for n in second - late])
-            for first, late in ((starts, 1), (bounds, 0))
+            np.concatenate(
+                [first + np.arange(seen[n]) for first, n in zip(firsts, later, strict=True)]
+            )
+            for firsts in (starts[later - turn[later]], bounds[later])
         )
+        turns = np.bincount(turn[later] - 1, weights=seen[later]).astype(int).tolist()
         keys = np.empty(bounds[-1], dtype=np.int64)
         keys[own], keys[copies] = np.arange(flat.size), prompt
         k, o, p, c, b = map(torch.from_numpy, (keys, own, prompt, copies, bounds.astype(np.int32)))
-        return cls(k, o, p, c, b, int((sizes + seen).max()))
+        return cls(k, o, p, c, b, int((sizes + seen).max()), tuple(turns))
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "SharedPrompts":
         """Return the same with `change` applied to its tensors."""
@@ -67,7 +73,7 @@ class SharedPrompts:
 
 
 class _Gathered(torch.autograd.Function):
-    """Backward adds at most two numbers, so their order does not matter."""
+    """Backward adds the copies of a prompt turn by turn: atomic additions have a random order."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, shared: SharedPrompts) -> torch.Tensor:
@@ -77,9 +83,14 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         shared, (grad,) = ctx.shared, grads
-        grad_tokens = grad.index_select(0, shared.own)
-        grad_tokens.index_add_(0, shared.prompt, grad.index_select(0, shared.copies))
-        return grad_tokens, None
+        dtype = grad.dtype
+        if len(shared.turns) > 1:  # two numbers round once in any dtype
+            dtype = torch.promote_types(dtype, torch.float32)
+        grad_tokens = grad.index_select(0, shared.own).to(dtype)
+        turns = (x.split(shared.turns) for x in (shared.prompt, shared.copies))
+        for prompt, copies in zip(*turns, strict=True):
+            grad_tokens.index_add_(0, prompt, grad.index_select(0, copies).to(dtype))
+        return grad_tokens.to(grad.dtype), None
 
 
 def document_starts(position_ids: Any) -> Any:
@@ -90,19 +101,30 @@ def document_starts(position_ids: Any) -> Any:
 
 
 def kept_tokens(
-    input_ids: npt.NDArray[Any], position_ids: npt.NDArray[Any], loss_mask: npt.NDArray[np.bool_]
+    input_ids: npt.NDArray[Any],
+    position_ids: npt.NDArray[Any],
+    loss_mask: npt.NDArray[np.bool_],
+    *,
+    paired: bool,
 ) -> npt.NDArray[np.bool_]:
-    """Return which tokens of rows (rows, seq_len) are kept when the two documents of every example
-    share their common tokens before a trained one. Padding is not kept."""
+    """Return which tokens of rows (rows, seq_len) are kept when the documents of every example
+    share their common tokens before a trained one. paired: an example is two documents; else all
+    neighbours with the same prompt. Padding is not kept."""
     kept = np.ones(position_ids.shape, dtype=np.bool_)
     for ids, positions, trained, left in zip(input_ids, position_ids, loss_mask, kept, strict=True):
-        starts = [*np.flatnonzero(positions == 0).tolist(), len(positions)]
-        for first, second, end in zip(starts[::2], starts[1::2], starts[2::2], strict=False):
-            one, other = slice(first, second), slice(second, end)
-            length = _common(ids[one], ids[other], trained[one], trained[other])
-            left[second : second + max(0, length - 1)] = False
-        if len(starts) % 2 == 0:
-            left[starts[-2] :] = False
+        edges = [*np.flatnonzero(positions == 0).tolist(), len(positions)]
+        documents = [slice(*edge) for edge in pairwise(edges)]
+        if len(documents) % 2 if paired else not trained[documents[-1]].any():
+            left[documents.pop()] = False
+        first = slice(0)
+        for number, document in enumerate(documents):
+            pair = (first, document)
+            length = _common(*(ids[x] for x in pair), *(trained[x] for x in pair))
+            whole = number > 0 and all(length == trained[x].argmax() for x in pair)
+            if number % 2 if paired else whole:
+                left[document.start : document.start + max(0, length - 1)] = False
+            else:
+                first = document
     return kept
 
 
@@ -119,10 +141,11 @@ def prompt_mask(position_ids: torch.Tensor, kind: MaskKind) -> torch.Tensor:
     starts = document_starts(position_ids)
     number = starts.cumsum(dim=1)
     begins = torch.where(starts, positions, 0).cummax(dim=1).values
-    prompt_length = position_ids.gather(1, begins)  # tokens of the document before
+    prompt_length = position_ids.gather(1, begins)
+    first = torch.where(position_ids == 0, number, 0).cummax(dim=1).values  # with the prompt
     query, key = position_ids[:, :, None], position_ids[:, None, :]
-    before = number[:, :, None] - number[:, None, :]
-    seen: torch.Tensor = (before == 0) | ((before == 1) & (key < prompt_length[:, :, None]))
+    of_prompt = (number[:, None, :] == first[:, :, None]) & (key < prompt_length[:, :, None])
+    seen: torch.Tensor = (number[:, :, None] == number[:, None, :]) | of_prompt
     seen &= key <= query
     if kind.window is not None:
         seen &= query - key < kind.window
