@@ -4,13 +4,14 @@ from typing import Any, cast
 
 import pytest
 
+from tests.support.recordings import forked_recordings
 from workflow.benchmark import prediction
 from workflow.benchmark.cases import load_benchmark, requests
 from workflow.benchmark.prediction import prepare
 from workflow.lib.planning.machine import imagined_machine
 from workflow.lib.planning.memory.replay import replay
 from workflow.lib.planning.preflight.replay_check import NotRecordedError
-from workflow.lib.recording import recording_process as recordings
+from workflow.lib.recording.recording_process import PlanRecorder
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.gpu_models import parse_gpu
 from workflow.lib.system.units import GIB
@@ -20,7 +21,7 @@ SIZES = {"seq_len": 1024, "micro_batch_size": 4, "check_bytes": False, "processe
 
 @pytest.fixture(scope="module")
 def process():
-    with recordings.recording_process() as started:
+    with forked_recordings() as started:
         yield started
 
 
@@ -44,7 +45,7 @@ def prepared(process, case, **sizes):
 def test_predicted_memory_is_that_of_the_recording(process):
     found = prepared(process, "flash")
     assert found.predicted is not None
-    record = recordings.PlanRecorder(process, found.config, found.shape, checked=False)
+    record = PlanRecorder(process, found.config, found.shape, checked=False)
     peaks = replay(record.tape(found.plan))
     assert found.predicted["peak_bytes"] == peaks.peaks.allocated_bytes
     assert found.predicted["reserved_bytes"] == peaks.reserved_bytes

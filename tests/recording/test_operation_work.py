@@ -20,8 +20,14 @@ PLAN = setup(processes=1, seq_len=128, rank=8, fused_layers=True, activation_che
 TOKENS = 128
 
 
-def counted(process, plan=PLAN):
+def counted(process, plan):
     return process.record(CONFIG, plan, checked=False).work
+
+
+@pytest.fixture(scope="module")
+def plain(process):
+    """The work of `PLAN`."""
+    return counted(process, PLAN)
 
 
 def total(work, phase, kind, field="flop"):
@@ -32,14 +38,14 @@ def total(work, phase, kind, field="flop"):
     )
 
 
-def test_forward_multiplies_each_frozen_weight_with_each_token_once(process):
+def test_forward_multiplies_each_frozen_weight_with_each_token_once(plain):
     """A kernel that moves more than it multiplies adds some adapters' results."""
-    found = total(counted(process), "forward", kinds.MATMUL) / (2 * TOKENS * LAYERS)
+    found = total(plain, "forward", kinds.MATMUL) / (2 * TOKENS * LAYERS)
     assert WEIGHTS < found <= WEIGHTS + 8 * OUT_AND_IN
 
 
-def test_backward_multiplies_adapters_twice_as_often_as_frozen_weights(process):
-    found = total(counted(process), "backward", kinds.MATMUL)
+def test_backward_multiplies_adapters_twice_as_often_as_frozen_weights(plain):
+    found = total(plain, "backward", kinds.MATMUL)
     adapters = 2 * TOKENS * LAYERS * 2 * 8 * OUT_AND_IN
     first = 2 * TOKENS * (2 * HIDDEN * HIDDEN // 2 + HIDDEN * HIDDEN)  # no gradient of embeddings
     assert found == pytest.approx(2 * TOKENS * LAYERS * WEIGHTS + adapters, abs=1.5 * first)
@@ -54,11 +60,10 @@ def test_recomputation_adds_a_forward_without_the_last_matmul(process):
     assert again - kept <= 2 * TOKENS * LAYERS * (WEIGHTS + 8 * OUT_AND_IN)
 
 
-def test_attention_counts_whole_blocks_of_keys_and_backward_as_much_again_and_half(process):
-    work = counted(process)
+def test_attention_counts_whole_blocks_of_keys_and_backward_as_much_again_and_half(plain):
     forward = 2 * 2 * TOKENS * HIDDEN * (TOKENS + 128) / 2 * LAYERS
-    assert total(work, "forward", kinds.EQUAL) == forward
-    assert total(work, "backward", kinds.EQUAL) == 2.5 * forward
+    assert total(plain, "forward", kinds.EQUAL) == forward
+    assert total(plain, "backward", kinds.EQUAL) == 2.5 * forward
 
 
 @pytest.mark.parametrize("graphs", [False, True])
@@ -82,8 +87,8 @@ def test_attention_counts_documents_of_unequal_lengths_by_their_squares(process,
     assert total(work, "forward", kinds.EQUAL) == 0
 
 
-def test_decoding_reads_half_a_byte_and_writes_two_for_each_weight(process):
-    moved = total(counted(process), "forward", kinds.DECODE, "bytes")
+def test_decoding_reads_half_a_byte_and_writes_two_for_each_weight(plain):
+    moved = total(plain, "forward", kinds.DECODE, "bytes")
     assert moved == pytest.approx(2.5 * LAYERS * WEIGHTS)
 
 
@@ -94,9 +99,9 @@ def test_work_of_two_processes_has_their_collectives(process):
     assert any(name.startswith(kinds.REDUCE) for name in work.phases["backward"])
 
 
-def test_update_moves_what_the_optimizer_keeps(process):
+def test_update_moves_what_the_optimizer_keeps(plain):
     trained = LAYERS * 8 * OUT_AND_IN
-    assert total(counted(process), kinds.UPDATE, kinds.MEMORY, "bytes") >= 16 * trained
+    assert total(plain, kinds.UPDATE, kinds.MEMORY, "bytes") >= 16 * trained
 
 
 def test_masks_of_a_recording_end_with_it():

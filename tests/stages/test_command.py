@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.forked_stage import command_line, settings_file
+from tests.support.forked_stage import command_line, forked_stage, settings_file
 from workflow.lib.artifacts.stage_logs import ERRORS_FROM_LOG
 from workflow.lib.system.errors import UserError
 from workflow.scripts.command import LogFile, Terminal, interrupt, only_writer, run, stage_parser
@@ -201,8 +201,7 @@ def test_option_that_a_rule_names_without_a_value_is_none():
 
 @pytest.mark.parametrize("stage", ["download_source", "finetune"])
 def test_every_stage_explains_itself(stage):
-    command = [sys.executable, "-m", f"workflow.scripts.{stage}", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    done = forked_stage(stage, "--help")
     assert done.returncode == 0
     assert "--config" in done.stdout
     assert "--log" in done.stdout

@@ -60,14 +60,14 @@ def documents():
     ]
 
 
-@pytest.mark.parametrize("size", [2, 10])
-def test_loss_of_a_document_is_that_of_a_fresh_model_for_it_alone(base, size):
-    together = heldout_losses(loaded(base), documents(), batch_size=size, device=CPU)
+def test_loss_of_a_document_is_that_of_a_fresh_model_for_it_alone(base):
     alone = [
-        heldout_losses(loaded(base), [document], batch_size=1, device=CPU)[0]
+        heldout_losses(loaded(base), [document], batch_size=1, device=CPU)[0][0]
         for document in documents()
     ]
-    assert [loss for loss, _ in together] == pytest.approx([loss for loss, _ in alone], rel=1e-5)
+    for size in (2, 10):
+        together = heldout_losses(loaded(base), documents(), batch_size=size, device=CPU)
+        assert [loss for loss, _ in together] == pytest.approx(alone, rel=1e-5)
 
 
 def test_answer_is_that_of_a_fresh_model_for_the_prompt_alone(base):
