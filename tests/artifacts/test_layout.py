@@ -108,11 +108,15 @@ def changed_value(section, key):
     return {"other": 1.0} if isinstance(default, dict) else ("other",)
 
 
+# Settings that give a property the value that another one needs.
+GIVES = {"reads_text": {"keep": "auto"}}
+
+
 def edited(name, key):
     """Return a run before and after an edit of one setting; what it needs is there in both."""
     section = getattr(RunConfig(), name)
     if needs := section.affected_by(key).needs:
-        section = section.model_copy(update={needs[0]: needs[1]})
+        section = section.model_copy(update=GIVES.get(needs[0], {needs[0]: needs[1]}))
     other = section.model_copy(update={key: changed_value(section, key)})
     before, after = (RunConfig().model_copy(update={name: each}) for each in (section, other))
     return before, after

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from tests.support.forked_stage import forked_stage, refusal_of
-from tests.support.preflight_examples import manifest, write_checkpoint
+from tests.support.preflight_examples import PATHS, manifest, write_checkpoint
 from workflow.lib.artifacts.preflight_record import Preflight
 from workflow.lib.artifacts.read_records import read_record
-from workflow.lib.system.files import read_checked_json, write_checked_json
+from workflow.lib.system.files import provenance, read_checked_json, write_checked_json
 
 
 class Stage:
@@ -69,3 +69,38 @@ def test_manifest_without_rows_is_refused(stage):
     said = refusal_of(stage.run(), output=stage.output)
     assert "no training row" in said
     assert "rejects.jsonl" in said
+
+
+def sensitivities(path):
+    """Costs of the model's linears; those of values are largest."""
+    names = [f"model.layers.{n}.{linear}" for n in range(3) for linear in PATHS]
+    costs = {name: 10.0 if "v_proj" in name else 1.0 for name in names}
+    record = {"tokens": {"training": 9}, "nats": {"training": costs}, "model_files": {}}
+    write_checked_json(path, record | {"device": "cpu", "provenance": provenance()})
+    return path
+
+
+GPU = {"gpus": 1, "gpu_model": "RTX 4090"}
+
+
+def test_memory_that_is_left_keeps_linears_in_16_bits_by_their_sensitivities(stage):
+    costs = sensitivities(stage.folder / "costs.json")
+    done = stage.run("--sensitivities", str(costs), hardware=GPU, quantize={"keep": "auto"})
+    assert done.returncode == 0, done.stderr
+    record = read_record(stage.output, Preflight)
+    assert record.plan.kept == (".+",), "a tiny model fits in 16 bits"
+    assert record.bits.kept == record.bits.weights == 21
+    assert record.bits.points[0].nats == pytest.approx(3 * 10 + 18)
+
+
+def test_later_plans_follow_what_the_base_keeps(stage):
+    base = stage.folder / "base"
+    base.mkdir()
+    facts = {"quantized_linears": 18, "quantized_parameters": 9, "total_bytes": 9}
+    facts |= {"settings": {"keep": ["v_proj"]}, "method": "absmax", "device": "cpu"}
+    write_checked_json(base / "quantization.json", facts | {"provenance": provenance()})
+    done = stage.run("--base", str(base), hardware=GPU, quantize={"keep": "auto"})
+    assert done.returncode == 0, done.stderr
+    record = read_record(stage.output, Preflight)
+    assert record.plan.kept == ("v_proj",)
+    assert record.bits is None

@@ -1,16 +1,25 @@
 """The stage as a program: a folder that appears whole, or not at all."""
 
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 
+from tests.planning.preflight.test_decision import predicted
+from tests.support.decisions import run_config
 from tests.support.forked_stage import forked_stage, refusal_of
 from tests.support.models import tiny_llama
 from tests.support.tiny import tiny_tokenizer
 from tests.system.test_checksums import flip, recorded_as_download
 from workflow.lib.settings.config import QuantizeConfig
-from workflow.lib.system.files import file_sha256, read_checked_json, read_json
+from workflow.lib.system.files import (
+    file_sha256,
+    provenance,
+    read_checked_json,
+    read_json,
+    write_checked_json,
+)
 
 
 def stage(model, output):
@@ -68,3 +77,22 @@ def test_record_names_the_bytes_of_the_weights_that_were_read(folder):
     record = read_checked_json(folder / "base" / "quantization.json")
     weights = folder / "model" / "model.safetensors"
     assert record["model_files"] == {weights.name: file_sha256(weights)}
+
+
+def test_linears_that_preflight_chose_stay_in_16_bits(folder, tmp_path):
+    _, document = predicted(run_config())
+    plan = replace(document.plan, kept=("down_proj", r"layers\.0\.self_attn"))
+    decided = document.model_copy(update={"plan": plan}).model_dump()
+    write_checked_json(tmp_path / "preflight.json", decided | {"provenance": provenance()})
+    done = forked_stage(
+        "quantize_base",
+        config={"quantize": {"keep": "auto"}},
+        model=folder / "model",
+        preflight=tmp_path / "preflight.json",
+        output=tmp_path / "base",
+        log=tmp_path / "log.txt",
+    )
+    assert done.returncode == 0, done.stderr
+    record = read_checked_json(tmp_path / "base" / "quantization.json")
+    assert (record["quantized_linears"], record["kept"]) == (3 * 7 - 3 - 4, 3 + 4)
+    assert record["settings"]["keep"] == ["down_proj", r"layers\.0\.self_attn"]

@@ -4,6 +4,7 @@ from shapes. Nothing needs torch."""
 import math
 from collections.abc import Callable, Sequence
 
+from workflow.lib.model.architecture.kept_linears import kept_linears
 from workflow.lib.model.architecture.layer_choice import activation_offload_layers, spread
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.planning import work
@@ -12,9 +13,11 @@ from workflow.lib.planning.memory.peaks import Peaks
 from workflow.lib.planning.memory.replay import replay
 from workflow.lib.planning.model_sizes import (
     kept_elements,
+    layer_bytes,
     offload_window,
     packed_bytes,
     trainable_parameters,
+    weights_by_path,
 )
 from workflow.lib.planning.work import Amount, Work
 from workflow.lib.step_plan.plan import StepPlan
@@ -56,9 +59,9 @@ class MadeUpMemory:
         tables = 2 - (shape.tied_embeddings or plan.offload_embedding) - plan.trained_tables
         table = shape.vocab_size * shape.hidden_size // plan.slices
         hosted = {*spread(plan.offload_layers, shape.num_layers)}
-        here = [shape.layer(x) for x in range(shape.num_layers) if x not in hosted]
+        here = [size for x, size in enumerate(layer_bytes(shape, plan)) if x not in hosted]
         return {
-            "nf4_weights": sum(packed_bytes(x.linears, plan) for x in here) // plan.shards,
+            "nf4_weights": sum(here) // plan.shards,
             "embedding_and_head": tables * plan.compute_bytes * table,
             "lora_weights": 4 * trained // plan.shards,
             "lora_gradients": 4 * trained // plan.shards,
@@ -107,7 +110,9 @@ def made_up_work(shape: ModelShape, plan: StepPlan) -> Work:
     num_layers, layers = shape.num_layers, [shape.layer(x) for x in range(shape.num_layers)]
     size, tokens = plan.compute_bytes, plan.tokens
     weights = sum(x.num_weights // x.experts * y.rows(x) for y in layers for x in y.linears)
-    packed = sum(packed_bytes(layer.linears, plan) for layer in layers)
+    packed = sum(layer_bytes(shape, plan))
+    sizes = weights_by_path(shape)
+    in_16_bits = size * sum(sizes[path] for path in kept_linears(plan.kept, sizes))
     kept = sum(size * tokens * kept_elements(layer, plan) for layer in layers)
     attended = 2.0 * tokens * plan.seq_len * sum(x.num_heads * x.head_dim for x in layers)
     per_layer = 7.0 * num_layers
@@ -115,7 +120,7 @@ def made_up_work(shape: ModelShape, plan: StepPlan) -> Work:
     def passes(times: float) -> dict[str, Amount]:
         return {
             f"{work.MATMUL}@10": Amount(times * 2.0 * tokens * weights, 0.0, times * per_layer),
-            work.DECODE: Amount(0.0, times * 5.0 * packed, times * per_layer),
+            work.DECODE: Amount(0.0, times * 5.0 * (packed - in_16_bits), times * per_layer),
             f"{work.EQUAL}@10": Amount(times * attended, 0.0, times * num_layers),
             work.MEMORY: Amount(0.0, times * 3.0 * kept, times * 20.0 * num_layers),
         }

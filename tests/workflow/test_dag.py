@@ -99,6 +99,25 @@ def test_run_waits_for_the_one_that_it_starts_from_and_follows_its_data(project)
     assert "the runs start from each other: demo from next, next from demo" in refused
 
 
+def test_bits_are_decided_before_the_base_and_once_for_a_chain(tmp_path):
+    """Sensitivities, then preflight, then the base; a run that starts from another has its base."""
+    edit = {
+        "quantize": {"keep": "auto"},
+        "hardware": {"gpus": 1, "gpu_model": "RTX 4090"},
+        "runs": {"demo": {}, "next": {"train": {"start_from": "demo"}}, "r8": {"lora": {"r": 8}}},
+    }
+    project = make_project(tmp_path / "project")
+    project.edit(edit)
+    plan = project.plan("train")
+    planned = {rule: len(jobs) for rule, jobs in plan.items()}
+    assert planned["measure_sensitivity"] == 1
+    assert (planned["quantize_base"], planned["preflight_run"], planned["finetune"]) == (2, 3, 3)
+    reasons = {job.wildcards["run"]: job.reason for job in plan["preflight_run"]}
+    assert all("results/sensitivities/" in reasons[run] for run in ("demo", "r8"))
+    assert "results/base/" in reasons["next"]
+    assert all("preflight.json" in job.reason for job in plan["quantize_base"])
+
+
 def test_adapter_of_a_checkpoint_is_exported_without_training_the_run_to_its_end(project):
     shutil.rmtree(project.folder("finetune"))
     assert project.planned("results/runs/demo/export_step/40") == once(["export_step"])

@@ -173,8 +173,19 @@ RUNS_OF = {
     "run": RUNS,
     "tokens": {Path(layout.tokens_dir(run)).name: run for run in STRICTEST_LAST},
     "base": {Path(layout.base_dir(run)).name: run for run in RUNS.values()},
+    "sensitivities": {
+        Path(layout.sensitivity_path(run)).stem: run
+        for run in RUNS.values()
+        if run.quantize.measures
+    },
     "scores": {Path(model.scores).name: RUNS[name] for name, model in SCORED.items()},
     "model": {Path(layout.description(run)).parent.name: run for run in RUNS.values()},
+}
+# Of each base whose kept linears preflight decides: a run that decides it.
+BITS_DECIDED_BY = {
+    Path(layout.base_dir(run)).name: [name]
+    for name, run in RUNS.items()
+    if run.quantize.measures and run.start is None
 }
 # The runs that export a form.
 EXPORTING = {

@@ -49,7 +49,7 @@ rule finetune:
     shell:
         "python -m workflow.scripts.preflight_run --config {params.plan_settings:q} --run {wildcards.run:q}"
         " --model {params.model:q} --description {params.description:q} --tokens {input.tokens:q}"
-        " --output {params.checkpoints:q}/plan.json --brief --log {log:q}"
+        " --base {input.base:q} --output {params.checkpoints:q}/plan.json --brief --log {log:q}"
         " && exec {params.srun:q} python -m workflow.scripts.lease_gpus --count {params.gpus} --log {log:q} --"
         " python -m workflow.scripts.finetune --config {input.settings:q} {params.free_settings:q}"
         " --run {wildcards.run:q} --base {input.base:q} --tokens {input.tokens:q}"

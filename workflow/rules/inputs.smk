@@ -32,6 +32,29 @@ def checkpoint_folder(wildcards, input):
     return f"{folder}-{content}"
 
 
+def measured_text(run):
+    """Return the text on which sensitivities are measured too, if one is named."""
+    return optional_input(run.quantize.calibration_text)
+
+
+def sensitivities(run):
+    """Return what decides a run's kept linears, with quantize.keep: auto."""
+    decides = run.quantize.measures and run.start is None
+    return [layout.sensitivity_path(run)] if decides else []
+
+
+def base_of_start(run):
+    """Return the base of a run that starts from another, which has decided its kept linears."""
+    follows = run.quantize.measures and run.start is not None
+    return [layout.base_dir(run)] if follows else []
+
+
+def bit_decision(wildcards):
+    """Return the prediction that decides a base's kept linears, with quantize.keep: auto."""
+    names = BITS_DECIDED_BY.get(wildcards.base, [])
+    return of_runs("preflight_run", "preflight.json", names=names)
+
+
 def start_files(run):
     """Return the files of a run's start adapter as inputs."""
     return inputs_in(layout.start_adapter(run), layout.start_files(run))

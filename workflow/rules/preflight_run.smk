@@ -3,6 +3,8 @@ rule preflight_run:
         settings=settings("preflight_run"),
         description=from_run(layout.description),
         manifest=from_run(manifest),
+        sensitivities=from_run(sensitivities),
+        base=from_run(base_of_start),
     output:
         "results/runs/{run}/preflight_run/preflight.json",
     log:
@@ -16,4 +18,4 @@ rule preflight_run:
     shell:
         "python -m workflow.scripts.preflight_run --config {input.settings:q} {params.free_settings:q}"
         " --run {wildcards.run:q} --model {input.description:q} --tokens {input.manifest:q}"
-        " --output {output:q} --log {log:q}"
+        " --sensitivities {input.sensitivities:q} --base {input.base:q} --output {output:q} --log {log:q}"

@@ -5,6 +5,8 @@ rule quantize_base:
         # Neither with absmax: then a base does not wait for tokens.
         tokens=from_run(layout.calibration_tokens),
         text=from_run(lambda run: optional_input(layout.calibration_text(run))),
+        # With quantize.keep: auto it decides what stays in 16 bits.
+        preflight=bit_decision,
     output:
         directory("results/base/{base}"),
     log:
@@ -23,4 +25,5 @@ rule quantize_base:
     shell:
         "python -m workflow.scripts.lease_gpus --count {params.gpus} --log {log:q} --"
         " python -m workflow.scripts.quantize_base --config {input.settings:q}"
-        " --model {input.model[0]:q} --tokens {input.tokens:q} --output {output:q} --log {log:q}"
+        " --model {input.model[0]:q} --tokens {input.tokens:q} --preflight {input.preflight:q}"
+        " --output {output:q} --log {log:q}"

@@ -26,9 +26,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from workflow.lib.artifacts.read_records import read_record
+from workflow.lib.artifacts.records import Quantization, Sensitivities
 from workflow.lib.evaluation.task_files import check_tasks
 from workflow.lib.model.architecture.model_shape import ModelShape, described_config, read_shape
 from workflow.lib.model.architecture.shipped_shapes import known_models
+from workflow.lib.planning.preflight.bit_choice import costs_of
 from workflow.lib.planning.preflight.checks import read_machine, read_tokens
 from workflow.lib.planning.preflight.planning_inputs import attention_needs, training_attention
 from workflow.lib.planning.preflight.questions import (
@@ -91,8 +94,19 @@ def main(args: argparse.Namespace) -> None:
     machine = read_machine(settings.hardware)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(args.output.parent).free
+    settings = with_kept(settings, args.base)
+    costs = costs_of(read_record(args.sensitivities, Sensitivities)) if args.sensitivities else None
+    facts = {"disk_free_bytes": free, "costs": costs}
     with plan_recorder(described_config(Path(args.model)), shape) as record:
-        predict(args, PlannedRun(settings, shape, machine, tokens, record, disk_free_bytes=free))
+        predict(args, PlannedRun(settings, shape, machine, tokens, record, **facts))
+
+
+def with_kept(settings: RunConfig, base: Path | None) -> RunConfig:
+    """Return the settings with what an existing base keeps in 16 bits, if they leave it open."""
+    if base is None or not settings.quantize.measures:
+        return settings
+    recorded = read_record(base / "quantization.json", Quantization).settings["keep"]
+    return settings.model_copy(update={"quantize": settings.quantize.keeping(recorded)})
 
 
 def read_model(model: Path, description: Path | None) -> ModelShape:
@@ -156,7 +170,8 @@ def check_by_hand(args: argparse.Namespace, search: str | None) -> None:
     """Raise `UserError` unless the arguments are those of a search, or of a prediction."""
     needed, foreign = NEEDED_AND_FOREIGN[search]
     use = f"with --{search}" if search else "without --config"
-    check_arguments(args, needed, ("tokens", *foreign), use=use)
+    workflow_only = ("tokens", "sensitivities", "base")
+    check_arguments(args, needed, (*workflow_only, *foreign), use=use)
     lengths = [change for change in args.set if change.startswith("data.seq_len=")]
     if search == "longest" and lengths:
         raise setting_error("--set", lengths[0], "--longest finds it", "Remove it")
@@ -298,6 +313,18 @@ def parser() -> argparse.ArgumentParser:
     )
     arguments.add_argument("--output", type=Path, help="preflight.json to write")
     arguments.add_argument("--run", help="name of the run")
+    arguments.add_argument(
+        "--sensitivities",
+        nargs="?",
+        type=Path,
+        help="of the model's linears, for quantize.keep: auto",
+    )
+    arguments.add_argument(
+        "--base",
+        nargs="?",
+        type=Path,
+        help="folder of the base, if quantize.keep: auto has made it",
+    )
     arguments.add_argument(
         "--brief",
         action="store_true",

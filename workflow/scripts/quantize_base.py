@@ -1,9 +1,9 @@
 """Make the frozen base of a checkpoint once, for all runs that use it: in NF4, or in 16 bits.
 
-Reads a model folder (config.json, safetensors, tokenizer), and the tokens of a run if they
-calibrate; writes the same model as a pre-quantized bitsandbytes checkpoint that stock Transformers
-loads, and `quantization.json` (method, sizes, errors, settings, provenance). A stopped calibration
-resumes."""
+Reads a model folder (config.json, safetensors, tokenizer), the tokens of a run if they calibrate,
+and preflight's decision with `quantize.keep: auto`; writes the same model as a pre-quantized
+bitsandbytes checkpoint that stock Transformers loads, and `quantization.json` (method, sizes,
+errors, settings, provenance). A stopped calibration resumes."""
 
 import argparse
 import math
@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from workflow.lib.artifacts.preflight_record import Preflight
+from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.records import CalibrationFacts, Provenance, Quantization
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.loading import check_loading
@@ -54,6 +56,8 @@ TAKEN: tuple[Method, str] = ("absmax", "model.source is in NF4 already: its byte
 
 def main(args: argparse.Namespace) -> None:
     settings = QuantizeConfig.model_validate(args.config["quantize"])
+    if settings.measures:
+        settings = settings.keeping(read_record(args.preflight, Preflight).plan.kept)
     text = settings.calibration_text
     inputs = Inputs([args.model, *([Path(text)] if text else [])])
     original = Checkpoint.open(args.model)
@@ -177,7 +181,11 @@ def write_weights(
 
 
 def parser() -> argparse.ArgumentParser:
-    return stage_parser(__doc__, needs="model output", takes="tokens")
+    arguments = stage_parser(__doc__, needs="model output", takes="tokens")
+    arguments.add_argument(
+        "--preflight", nargs="?", type=Path, help="preflight.json, for quantize.keep: auto"
+    )
+    return arguments
 
 
 if __name__ == "__main__":

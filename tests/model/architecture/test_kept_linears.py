@@ -2,7 +2,11 @@
 
 import pytest
 
-from workflow.lib.model.architecture.kept_linears import checked_linears, kept_linears
+from workflow.lib.model.architecture.kept_linears import (
+    checked_linears,
+    exact_patterns,
+    kept_linears,
+)
 from workflow.lib.settings.config import QuantizeConfig
 from workflow.lib.system.errors import UserError
 
@@ -52,3 +56,15 @@ def test_entry_that_keeps_nothing_is_refused_with_the_names():
 def test_settings_that_contradict_themselves_are_refused(settings, reason):
     with pytest.raises(ValueError, match=reason):
         QuantizeConfig(**settings)
+
+
+def test_expressions_of_chosen_paths_match_these_alone():
+    chosen = {PATHS[0], PATHS[3], PATHS[-1]}
+    longer = [f"{path}_proj" for path in PATHS] + [
+        path.replace("layers.", "layers.1") for path in PATHS
+    ]
+    patterns = exact_patterns(chosen)
+    assert kept_linears(patterns, [*PATHS, *longer]) == chosen
+    every = exact_patterns(PATHS)
+    assert kept_linears(every, PATHS) == {*PATHS}
+    assert len(every) < len(PATHS)

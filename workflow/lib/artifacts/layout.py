@@ -96,10 +96,25 @@ def _examples_asked(run: RunConfig) -> dict[str, Any]:
 
 
 def base_key(run: RunConfig) -> str:
-    """Short hash of all that the quantized base depends on; of tokens only if they calibrate."""
+    """Short hash of all that the quantized base depends on; of tokens only if they calibrate, or
+    measure; of the plan's settings only if preflight decides what it keeps."""
     settings = _comparable(run, _defines_result).quantize.model_dump(mode="json")
-    tokens = tokens_key(first_run(run)) if run.quantize.calibrates else None
-    return short_hash([*_model(run), *_rope(run), settings, tokens])
+    tokens = tokens_key(first_run(run)) if _reads_tokens(run) else None
+    planned = [stage_settings("preflight_run", first_run(run))] if run.quantize.measures else []
+    return short_hash([*_model(run), *_rope(run), settings, tokens, *planned])
+
+
+def _reads_tokens(run: RunConfig) -> bool:
+    """Whether the base depends on tokens."""
+    return run.quantize.calibrates or run.quantize.measures
+
+
+def sensitivity_path(run: RunConfig) -> str:
+    """File of the costs of 4 bits by weight: of a model, its tokens, and a text."""
+    first = first_run(run)
+    quantize = stage_settings("measure_sensitivity", first)
+    key = short_hash([*_model(first), *_rope(first), quantize, tokens_key(first)])
+    return str(RESULTS / "sensitivities" / f"{run.model.name}-{key}.json")
 
 
 def first_run(run: RunConfig) -> RunConfig:
@@ -109,8 +124,11 @@ def first_run(run: RunConfig) -> RunConfig:
 
 def calibration_tokens(run: RunConfig) -> list[str]:
     """Return the files of the tokens that calibrate the base, the manifest first, or none."""
-    if not run.quantize.calibrates:
-        return []
+    return measured_tokens(run) if run.quantize.calibrates else []
+
+
+def measured_tokens(run: RunConfig) -> list[str]:
+    """Return the files of the tokens of the first run of a chain, the manifest first."""
     first = first_run(run)
     return [f"{tokens_dir(first)}/{MANIFEST}", *token_arrays(first)]
 

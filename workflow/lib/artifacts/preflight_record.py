@@ -61,6 +61,24 @@ class TriedPlan(PreflightRecord):
         return followed.changed(self.choice)
 
 
+class BitPoint(PreflightRecord):
+    """A set of linears in 16 bits: the most loss per byte first."""
+
+    share: float  # of the weights of all linears and stacks
+    peak_bytes: int  # predicted peak of each process, allocated
+    nats: float  # expected nats a token that the others cost in 4 bits
+    verdict: str  # whether it is taken, or why not
+
+
+class BitCurve(PreflightRecord):
+    """What 16 bits cost and bring (`quantize.keep: auto`)."""
+
+    kept: int  # linears and stacks in 16 bits
+    weights: int  # all of them
+    points: list[BitPoint]  # by their share
+    slower: str | None = None  # what another, slower plan would hold
+
+
 class Forecast(PreflightRecord):
     """Preflight's decisions and predictions; bytes are of each process unless stated otherwise."""
 
@@ -83,6 +101,7 @@ class Forecast(PreflightRecord):
     disk_free_bytes: int | None  # None without a disk
     time: Estimate  # predicted time and cost
     candidates: list[TriedPlan]  # the tried plans
+    bits: BitCurve | None = None  # with `quantize.keep: auto`
     model: dict[str, Any]
     """Facts of the model's shape (`ModelShape`), and its numbers of parameters."""
 

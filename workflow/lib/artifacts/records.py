@@ -62,6 +62,20 @@ class CalibrationFacts(Record):
     heldout: HeldoutLosses  # the cost of 4 bits
 
 
+class Sensitivities(Record):
+    """What 4 bits cost of the loss, by weight, written by `measure_sensitivity`: a diagonal Fisher
+    estimate."""
+
+    advice: ClassVar[str] = "Delete it and repeat the command; measure_sensitivity makes it again."
+
+    tokens: dict[str, int]  # predicted tokens by kind of text
+    nats: dict[str, dict[str, float]]  # per token, by kind of text, and path of a linear or stack
+    model_files: dict[str, str]
+    """SHA-256 of each file of the original's weights, of the bytes that were read."""
+    device: str  # `cuda` or `cpu`
+    provenance: Provenance  # origin of the file
+
+
 class Quantization(Record):
     """`quantization.json` of a base folder, written by `quantize_base`."""
 

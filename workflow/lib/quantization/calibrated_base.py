@@ -227,14 +227,19 @@ def _training_batches(
             store.seq_len,
             count,
         )
-    drawn = np.random.default_rng(SEED).choice(store.num_rows, size=count, replace=False)
-    rows = sorted(drawn.tolist())
+    rows = drawn_rows(store.num_rows, count=count)
     positions = store.position_ids[rows]
     batches = _batches(store.input_ids[rows], positions, device, size=size)
     # the padding token may be the end of every turn: padding is a place, not a token
     lengths = torch.from_numpy(text_lengths(positions, store.loss_mask[rows])).to(device)
     counted = torch.arange(store.seq_len, device=device) < lengths[:, None]
     return [replace(x, counted=c) for x, c in zip(batches, counted.split(size), strict=True)]
+
+
+def drawn_rows(num_rows: int, *, count: int) -> list[int]:
+    """Return the numbers of `count` rows, drawn by `SEED`."""
+    drawn = np.random.default_rng(SEED).choice(num_rows, size=count, replace=False)
+    return sorted(drawn.tolist())
 
 
 def text_rows(path: str, model: Checkpoint, *, tokens: int, width: int) -> np.ndarray:
@@ -272,6 +277,12 @@ def _batches(
     ]
 
 
+def document_batch(ids: np.ndarray, counted: torch.Tensor, device: torch.device) -> Batch:
+    """Return a document (tokens,) as a batch of its own; counted: bool (tokens,)."""
+    (batch,) = _batches(np.asarray(ids).reshape(1, -1), None, device, size=1)
+    return replace(batch, counted=counted.reshape(1, -1).to(device))
+
+
 def measured_batches(
     store: TokenStore, *, device: torch.device, eager_heads: int = 0
 ) -> list[Batch]:
@@ -285,8 +296,7 @@ def measured_batches(
     for ids, mask in (documents[number] for number in chosen):
         counted = torch.from_numpy(np.array(mask[:longest]))
         if counted.any():
-            batch = _batches(np.asarray(ids[:longest]).reshape(1, -1), None, device, size=1)[0]
-            batches.append(replace(batch, counted=counted.reshape(1, -1).to(device)))
+            batches.append(document_batch(ids[:longest], counted, device))
     return batches
 
 

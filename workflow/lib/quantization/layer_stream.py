@@ -309,12 +309,15 @@ class LayerStream:
         assert arguments is not None, "a family's forward calls each of its layers"
         return hidden_in(arguments)
 
-    @torch.no_grad()
-    def run(self, number: int, batch: Batch, hidden: torch.Tensor) -> torch.Tensor:
-        """Return a loaded layer's output for a batch's states, after the layers before it. Raises
-        `UserError` if the family passes it more of them than the last one returns."""
+    def run(
+        self, number: int, batch: Batch, hidden: torch.Tensor, *, grad: bool = False
+    ) -> torch.Tensor:
+        """Return a loaded layer's output for a batch's states, after the layers before it; grad:
+        for a backward. Raises `UserError` if the family passes it more of them than the last one
+        returns."""
         before = batch.beside[number]
-        layer_pass = self._take(LayerPass(number, hidden, before, runs=True), batch)
+        with torch.set_grad_enabled(grad):
+            layer_pass = self._take(LayerPass(number, hidden, before, runs=True), batch)
         assert layer_pass.watched is not None, "a family's forward calls each of its layers"
         beside = layer_pass.watched.handed_on(layer_pass.output, before, layer_pass.arguments)
         states: torch.Tensor = (
@@ -333,12 +336,15 @@ class LayerStream:
         documents = documents_in(batch.positions) if recurrent else None
         return counted_tokens(batch.counted, documents)
 
-    @torch.no_grad()
-    def logits(self, batch: Batch, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return the family's logits (rows, positions, vocabulary) of the last layer's states."""
+    def logits(
+        self, batch: Batch, hidden: torch.Tensor, positions: torch.Tensor, *, grad: bool = False
+    ) -> torch.Tensor:
+        """Return the family's logits (rows, positions, vocabulary) of the last layer's states;
+        grad: for a backward."""
         count = len(self.layers)
-        layer_pass = LayerPass(count, hidden.index_select(1, positions), batch.beside[count])
-        logits: torch.Tensor = self._forward(self.model, layer_pass, batch).logits
+        with torch.set_grad_enabled(grad):
+            layer_pass = LayerPass(count, hidden.index_select(1, positions), batch.beside[count])
+            logits: torch.Tensor = self._forward(self.model, layer_pass, batch).logits
         return logits
 
     def _take(self, layer_pass: LayerPass, batch: Batch) -> LayerPass:

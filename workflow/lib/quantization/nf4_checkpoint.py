@@ -6,7 +6,7 @@ Per linear: `weight` uint8 (n/2, 1), `weight.absmax`, `weight.quant_map`, with d
 bits too. The bytes of a base published in NF4 are taken, if the engine can compute with them."""
 
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -280,7 +280,7 @@ ORIGINAL = "Set model.source to the original bf16, fp16 or fp32 checkpoint"
 def check_taken(reader: ConvertedReader, weights: BaseWeights, settings: QuantizeConfig) -> bool:
     """Tell whether a checkpoint is in NF4 already; raise `UserError` if it is, but unlike the
     settings, or only in part, or if a kept linear is published in fewer bits."""
-    _check_kept(reader, weights, settings)
+    _check_kept(reader, weights.kept, settings)
     states = {path: reader.nf4_state(f"{path}.weight") for path in weights.linears}
     packed = {path: state for path, state in states.items() if state is not None}
     if not packed:
@@ -303,18 +303,25 @@ def check_taken(reader: ConvertedReader, weights: BaseWeights, settings: Quantiz
     return True
 
 
-def _check_kept(reader: ConvertedReader, weights: BaseWeights, settings: QuantizeConfig) -> None:
+def check_measured(reader: ConvertedReader, weights: BaseWeights) -> None:
+    """Raise `UserError` if `quantize.keep: auto` might keep a weight in 4 bits or so."""
+    _check_kept(reader, {*weights.linears, *weights.stacks}, QuantizeConfig(keep="auto"))
+
+
+def _check_kept(reader: ConvertedReader, paths: Collection[str], settings: QuantizeConfig) -> None:
     """Raise `UserError` if the checkpoint has a kept weight in 4 bits or so."""
-    names = {path: path if path in reader else f"{path}.weight" for path in sorted(weights.kept)}
+    names = {path: path if path in reader else f"{path}.weight" for path in sorted(paths)}
     narrow = [path for path, name in names.items() if reader.in_few_bits(name)]
     if narrow:
-        key, value = ("keep", list(settings.keep)) if settings.keep else ("method", settings.method)
+        key, value = ("keep", settings.keep) if settings.keep else ("method", settings.method)
+        change = "Leave it out of keep" if settings.patterns else "Set absmax"
+        change = "Set keep to []" if settings.measures else change
         raise setting_error(
             f"quantize.{key}",
-            value,
+            list(value) if isinstance(value, tuple) else value,
             f"{reader.folder} is published in fewer bits ({narrow[0]} first of {len(narrow)} "
             "weights): there are no 16 bits to keep",
-            f"{'Leave it out of keep' if settings.keep else 'Set absmax'}. Or: {ORIGINAL}",
+            f"{change}. Or: {ORIGINAL}",
         )
 
 

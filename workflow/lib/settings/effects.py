@@ -9,6 +9,7 @@ from typing import Literal
 Stage = Literal[
     "extend_model",
     "tokenize_dataset",
+    "measure_sensitivity",
     "quantize_base",
     "score_tokens",
     "preflight_run",
@@ -38,7 +39,8 @@ class Affects:
     stages: tuple[Stage, ...] | None = None
     """Stages that read it."""
     needs: tuple[str, ...] = ()
-    """The setting beside it, and the values of it without which it means nothing."""
+    """The setting beside it (or a property of these), and the values of it without which it means
+    nothing."""
 
     def within(self, section: "Affects") -> "Affects":
         """Fill in the section's effects."""

@@ -1,7 +1,7 @@
 """Settings of the base model, its quantization, the adapter, the optimization and the hardware."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -14,8 +14,10 @@ from workflow.lib.settings.section_base import Name, Section, Share, label
 Rank = Annotated[int, Field(ge=1, le=1024)]
 CALIBRATING = ("calibrated", "auto")
 ALL_LINEARS = (".+",)  # as an expression of `quantize.keep`
-CALIBRATED_ONLY = Affects(needs=("method", *CALIBRATING))
+BITS = Affects(stages=("quantize_base", "preflight_run", "write_card"))
+CALIBRATED_ONLY = Affects(stages=BITS.stages, needs=("method", *CALIBRATING))
 NF4_ONLY = Affects(needs=("method", "absmax", *CALIBRATING))
+TEXT_ONLY = Affects(needs=("reads_text", "yes"))
 RESTARTS_ONLY = Affects(needs=("lr_schedule", "cosine_with_restarts"))
 STABLE_ONLY = Affects(needs=("lr_schedule", "warmup_stable_decay"))
 SCALED_ONLY = Affects(needs=("rope_type", "yarn", "linear", "llama3"))
@@ -167,26 +169,27 @@ class ModelConfig(Section):
 class QuantizeConfig(Section):
     """Bits of the frozen base: NF4 (QLoRA, arXiv 2305.14314), or 16."""
 
-    affects: ClassVar = Affects("result", stages=("quantize_base", "preflight_run", "write_card"))
+    affects: ClassVar = Affects(
+        "result", stages=("measure_sensitivity", "quantize_base", "preflight_run", "write_card")
+    )
 
     block_size: Annotated[Literal[64, 128, 256, 512], NF4_ONLY] = 64
     """Weights that share one scale (absmax)."""
     double_quant: Annotated[bool, NF4_ONLY] = True
     """Quantize the scales too: 0.127 instead of 0.5 bits per weight of overhead at block size
     64."""
-    method: Literal["absmax", "calibrated", "auto", "none"] = "absmax"
+    method: Annotated[Literal["absmax", "calibrated", "auto", "none"], BITS] = "absmax"
     """absmax: like bitsandbytes. calibrated: least change of outputs on calibration tokens (like
     GPTQ). auto: calibrated if one H200 needs at most an hour. none: 16 bits (plain LoRA)."""
-    keep: tuple[str, ...] = ()
+    keep: Annotated[tuple[str, ...] | Literal["auto"], BITS] = ()
     """Linears and experts that stay in 16 bits: regular expressions for consecutive parts of a
-    path, as `down_proj`, `self_attn`, `layers.0`, `layers.(0|31).mlp`."""
+    path, as `down_proj`, `self_attn`, `layers.0`, `layers.(0|31).mlp`. `auto`: those whose loss in
+    4 bits is largest, as many as the GPUs hold without a slower plan."""
     calibration_tokens: Annotated[int, CALIBRATED_ONLY] = Field(24_576, ge=256, le=2**24)
     """Training tokens for calibration; never held-out tokens."""
-    calibration_text: Annotated[str | None, CALIBRATED_ONLY] = Field(
-        None, min_length=1, max_length=4096
-    )
+    calibration_text: Annotated[str | None, TEXT_ONLY] = Field(None, min_length=1, max_length=4096)
     """UTF-8 text file for half of these tokens, so that other kinds of text lose nothing; null =
-    only training rows."""
+    only training rows. `keep: auto` measures on it too."""
 
     @property
     def calibrates(self) -> bool:
@@ -196,16 +199,35 @@ class QuantizeConfig(Section):
     @property
     def kept(self) -> tuple[str, ...]:
         """Expressions of all linears in 16 bits: with `method: none` that of any path."""
-        return ALL_LINEARS if self.method == "none" else self.keep
+        return ALL_LINEARS if self.method == "none" else self.patterns
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """The expressions of `keep`; none before `auto` is decided."""
+        return () if self.keep == "auto" else self.keep
+
+    @property
+    def measures(self) -> bool:
+        """Whether the kept linears follow from their sensitivities."""
+        return self.keep == "auto"
+
+    @property
+    def reads_text(self) -> str:
+        """`yes` if a base depends on `calibration_text`."""
+        return "yes" if self.calibrates or self.measures else "no"
+
+    def keeping(self, patterns: Iterable[str]) -> "QuantizeConfig":
+        """Return the settings with a decided `keep`."""
+        return self.model_copy(update={"keep": tuple(patterns)})
 
     @model_validator(mode="after")
     def _keep_fits(self) -> "QuantizeConfig":
         if self.keep and self.method == "none":
             raise ValueError(
-                f"keep = {list(self.keep)}: method = none keeps all linears in 16 bits. Remove "
-                "keep, or set method to absmax to have the others in 4 bits"
+                f"keep = {list(self.patterns) or self.keep}: method = none keeps all linears in 16 "
+                "bits. Remove keep, or set method to absmax to have the others in 4 bits"
             )
-        for pattern in self.keep:
+        for pattern in self.patterns:
             try:
                 re.compile(pattern)
             except re.error as error:

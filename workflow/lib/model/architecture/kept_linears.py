@@ -12,6 +12,8 @@ from workflow.lib.system.errors import setting_error
 from workflow.lib.system.limits import BoundedWork
 from workflow.lib.system.number_formats import listed_names
 
+_LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
+
 
 def kept_linears(patterns: Sequence[str], paths: Iterable[str]) -> frozenset[str]:
     """Return the paths that any entry of `keep` matches."""
@@ -26,7 +28,7 @@ def kept_linears(patterns: Sequence[str], paths: Iterable[str]) -> frozenset[str
 def checked_linears(settings: QuantizeConfig, paths: Sequence[str]) -> frozenset[str]:
     """Return the paths in 16 bits by the settings; raises `UserError` for an entry of `keep` that
     keeps nothing."""
-    for pattern in settings.keep:
+    for pattern in settings.patterns:
         if not kept_linears([pattern], paths):
             names = listed_names(sorted({path.rpartition(".")[2] for path in paths}))
             raise setting_error(
@@ -36,6 +38,22 @@ def checked_linears(settings: QuantizeConfig, paths: Sequence[str]) -> frozenset
                 f"Name one of {names}, a module around it, or layers by number (layers.0)",
             )
     return kept_linears(settings.kept, paths)
+
+
+def exact_patterns(paths: Iterable[str]) -> tuple[str, ...]:
+    """Return expressions that match these paths alone, one for all layers of a name."""
+    numbers: dict[str, list[int]] = {}
+    for path in paths:
+        layer = _LAYER.search(path)
+        # With %s for the number of the layer: no path has one.
+        pattern = re.escape(path)
+        if layer is not None:
+            pattern = f"{re.escape(path[: layer.start()])}%s{re.escape(path[layer.end() :])}"
+        numbers.setdefault(pattern, []).extend([] if layer is None else [int(layer.group())])
+    return tuple(
+        pattern.replace("%s", f"({'|'.join(map(str, sorted(layers)))})")
+        for pattern, layers in sorted(numbers.items())
+    )
 
 
 def _expression(pattern: str) -> re.Pattern[str]:

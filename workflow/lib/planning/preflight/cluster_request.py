@@ -41,6 +41,9 @@ MEASURED_MODELS, MEASURED_TOKENS = 3, 32_768
 # The CPU's is below what two cores reached with SmolLM2-135M (about 130e9, Intel
 # Xeon, torch 2.13, 2026-11-23); the GPU's is assumed.
 CALIBRATION_FLOPS_GPU, CALIBRATION_FLOPS_CPU = 50e12, 50e9
+# Of sensitivities: rows, a text, and shipped texts of at most 10,240 tokens; two forward passes and
+# a backward of states and weights (`quantization.sensitivity`).
+SENSITIVITY_TOKENS, SENSITIVITY_PASSES = 2 * 8192 + 10_240, 4
 # Host bytes per weight of experts: the original, and two copies of a part of the checkpoint.
 STACK_BYTES = 6
 
@@ -107,6 +110,19 @@ def quantizing(run: RunConfig, *, model: str, description: str, manifest: str) -
     return _allocation(host_bytes, minutes)
 
 
+def measuring(run: RunConfig, *, model: str, description: str, manifest: str) -> Allocation:
+    """Return the needs of `measure_sensitivity`: the states of all rows between all layers, and
+    four copies of a layer (its weights, their changes and gradients), in fp32."""
+    shape = read_shape(Path(description))  # tokens come after it, so it exists
+    states = 4 * SENSITIVITY_TOKENS * shape.hidden_size * (shape.num_layers + 2)
+    layer = 4 * shape.largest(lambda layer: layer.num_weights)
+    flops = 2 * SENSITIVITY_PASSES * SENSITIVITY_TOKENS * shape.total(lambda of: of.used_weights)
+    cuda = requested_processes(run.hardware)[0] == "cuda"
+    seconds = flops / (CALIBRATION_FLOPS_GPU if cuda else CALIBRATION_FLOPS_CPU)
+    seconds += 2 * shape.source_bytes * shape.quantized_weights / DISK_BYTES_PER_S
+    return _allocation(PROGRAM_BYTES + states + 4 * layer, START_MIN + seconds / 60 * TIME_ROOM)
+
+
 def _calibration_bytes(run: RunConfig, shape: ModelShape) -> int:
     """Hidden states of all rows before and after a layer, and for a mixture those of its experts;
     without a GPU also a layer and the matrices of its widest linear, all in fp32."""
@@ -148,7 +164,11 @@ def _weights(shape: ModelShape) -> list[Shape]:
 def _decide(
     run: RunConfig, description: Path, manifest: str, recorder: RecorderOf
 ) -> tuple[Decision, Forecast]:
-    """Return the decision on a run, by lines between recordings, and its forecast."""
+    """Return the decision on a run, by lines between recordings, and its forecast; with
+    `quantize.keep: auto` as if all stayed in 16 bits."""
+    if run.quantize.measures:
+        quantize = run.quantize.model_copy(update={"method": "none", "keep": ()})
+        run = run.model_copy(update={"quantize": quantize})
     shape, tokens = read_shape(description), read_tokens(Path(manifest))
     machine = read_machine(run.hardware)
     with recorder(described_config(description), shape) as record:

@@ -3,15 +3,17 @@
 import json
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from workflow.lib.artifacts.preflight_record import BitCurve
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.planning.machine import Machine
 from workflow.lib.planning.memory.peaks import Peaks, combined
 from workflow.lib.planning.memory.recorded_peaks import RecordedPeaks, RecordPeaks
 from workflow.lib.planning.model_sizes import layer_bytes, packed_bytes, trainable_parameters
+from workflow.lib.planning.preflight.bit_choice import BitOrder, choose_bits
 from workflow.lib.planning.preflight.budget import Budget, budget, host_bytes
 from workflow.lib.planning.preflight.checks import check_batch
 from workflow.lib.planning.preflight.plan_search import (
@@ -41,7 +43,7 @@ from workflow.lib.step_plan.memory_options import (
     in_words,
 )
 from workflow.lib.step_plan.plan import StepPlan
-from workflow.lib.system.errors import UserError
+from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.number_formats import size
 from workflow.lib.system.units import GIB
 
@@ -271,6 +273,7 @@ class Decision:
     limits: Budget
     disk_bytes: dict[str, int]
     disk_free_bytes: int | None
+    bits: BitCurve | None = None
 
 
 def decide(
@@ -283,9 +286,11 @@ def decide(
     record: Recorder,
     estimate: bool = False,
     advise: bool = True,
+    costs: Mapping[str, float] | None = None,
 ) -> Decision:
     """Choose the plan and return whether the run fits memory and disk (`disk_free_bytes`: None
-    without a disk). estimate: by lines alone; advise: also name changes that would fit. Raises
+    without a disk). estimate: by lines alone; advise: also name changes that would fit; costs: nats
+    a token of each weight in 4 bits, which decide `quantize.keep: auto`. Raises
     `UserError` if a setting cannot work here, or is open for a model that cannot be recorded."""
     limits = budget(run.hardware, machine)
     rows, _ = check_batch(run, machine)
@@ -313,6 +318,19 @@ def decide(
     except NotRecordedError as error:
         chosen = _unpredicted(question, plan, choices, error)
         options = [chosen]
+    bits = None
+    if run.quantize.measures and chosen.fits and chosen.peaks is not NOTHING_KNOWN:
+        choice = choose_bits(question, chosen, _order(costs, shape), record, estimate=estimate)
+        options = [choice.candidate if option == chosen else option for option in options]
+        chosen, bits = choice.candidate, choice.curve
+        if advise and bits.kept < bits.weights:
+            quantize = run.quantize.model_copy(update={"method": "none", "keep": ()})
+            whole = decide(
+                run.model_copy(update={"quantize": quantize}), shape, machine, tokens,
+                disk_free_bytes=disk_free_bytes, record=record, estimate=True, advise=False,
+            )  # fmt: skip
+            slower = _slower(whole, chosen, shape.num_layers)
+            bits = bits.model_copy(update={"slower": slower})
     disk = disk_bytes(
         shape, chosen.plan, tokens,
         keep_checkpoints=run.train.keep_checkpoints + len(run.export.steps),
@@ -335,6 +353,31 @@ def decide(
         limits=limits,
         disk_bytes=disk,
         disk_free_bytes=disk_free_bytes,
+        bits=bits,
+    )
+
+
+def _order(costs: Mapping[str, float] | None, shape: ModelShape) -> BitOrder:
+    if costs is None:
+        raise setting_error(
+            "quantize.keep",
+            "auto",
+            "it follows from sensitivities, which the workflow measures on the run's text",
+            "Run snakemake preflight, or name linears",
+        )
+    return BitOrder.of(costs, shape)
+
+
+def _slower(whole: Decision, chosen: Candidate, num_layers: int) -> str | None:
+    """Return the plan that holds all linears in 16 bits, if any does."""
+    other = whole.chosen
+    if not other.fits or not chosen.step_s:
+        return None
+    recomputation = in_words(other.plan, num_layers)["recomputation"]
+    return (
+        f"all linears in 16 bits fit another plan (micro-batch {other.micro_batch_size}, "
+        f"recomputation: {recomputation}), in {other.step_s / chosen.step_s:.0%} of this time: "
+        "quantize.method = none"
     )
 
 

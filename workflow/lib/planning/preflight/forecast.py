@@ -63,6 +63,7 @@ def forecast(
             price_per_gpu_hour=run.hardware.price_per_gpu_hour,
         ),
         candidates=[_tried_plan(candidate, chosen) for candidate in decision.candidates],
+        bits=decision.bits,
         model=shape.document()
         | {
             "total_parameters": shape.quantized_weights + shape.plain_weights,

@@ -10,11 +10,11 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Protocol
 
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.planning.machine import Machine
 from workflow.lib.planning.memory.peaks import Peaks
-from workflow.lib.planning.memory.recorded_peaks import RecordedPeaks
 from workflow.lib.planning.memory.replay import Replay
 from workflow.lib.planning.preflight.budget import Budget, host_bytes
 from workflow.lib.planning.preflight.checks import check_batch
@@ -103,6 +103,13 @@ def open_choices(run: RunConfig, shape: ModelShape, machine: Machine) -> Choices
     return Choices(sizes, {field: tried for field, tried in values.items() if tried}, counted)
 
 
+class PeaksOf(Protocol):
+    """Predicts peaks."""
+
+    def of(self, plan: StepPlan) -> Peaks:
+        """Return a plan's predicted peaks."""
+
+
 @dataclass(frozen=True)
 class Question:
     """The inputs of a candidate's prediction."""
@@ -113,7 +120,7 @@ class Question:
     limits: Budget
     rows: int  # of a process and step
     trained_share: float
-    peaks: RecordedPeaks
+    peaks: PeaksOf
 
     def holds(self, plan: StepPlan) -> bool:
         """Whether a plan's predicted peak fits."""
@@ -144,12 +151,12 @@ def _with_fewest_layers(
     question: Question, plan: StepPlan, choices: Choices, *, unasked: bool
 ) -> Iterator[Candidate]:
     """Yield a plan, and if it does not fit, the plan with the fewest offloaded layers that does."""
-    candidate = _candidate(question, plan, unasked=unasked)
+    candidate = predicted_candidate(question, plan, unasked=unasked)
     yield candidate
     for option in choices.fewest:
         if candidate.lacking_bytes > 0:
             fewest = plan.changed({option.field: _fewest_layers(question, plan, option)})
-            candidate = _candidate(question, fewest, unasked=True)
+            candidate = predicted_candidate(question, fewest, unasked=True)
             yield candidate
 
 
@@ -166,8 +173,9 @@ def _fewest_layers(question: Question, plan: StepPlan, option: MemoryOption) -> 
     return 1 + bisect_left(range(1, most), True, key=holds)
 
 
-def _candidate(question: Question, plan: StepPlan, *, unasked: bool) -> Candidate:
-    """unasked: its use of host memory is the search's choice, not a setting."""
+def predicted_candidate(question: Question, plan: StepPlan, *, unasked: bool) -> Candidate:
+    """Return a plan with its predicted peak and time. unasked: its use of host memory is the
+    search's choice, not a setting."""
     peaks = question.peaks.of(plan)
     needed = question.limits.needed_bytes(peaks.allocated_bytes)
     host = host_bytes(question.shape, plan, question.machine, peaks)

@@ -209,7 +209,7 @@ def plan_from_settings(run: RunConfig, shape: ModelShape, machine: Machine) -> S
         trains_embedding=shape.embedding in trained,
         routers=_trained_routers(shape, trained),
         balances_routers=router_aux_loss_coef(run, shape) > 0,
-        kept=_kept(run, shape),
+        kept=_kept(run, shape, machine),
         block_size=run.quantize.block_size,
         double_quant=run.quantize.double_quant,
     )
@@ -236,8 +236,16 @@ def circumstances(shape: ModelShape, machine: Machine) -> Circumstances:
     )
 
 
-def _kept(run: RunConfig, shape: ModelShape) -> tuple[str, ...]:
-    """Return the expressions of linears in 16 bits; raises as `checked_linears`."""
+def _kept(run: RunConfig, shape: ModelShape, machine: Machine) -> tuple[str, ...]:
+    """Return the expressions of linears in 16 bits; raises as `checked_linears`, and for `auto`
+    without GPUs."""
+    if run.quantize.measures and machine.device != "cuda":
+        raise setting_error(
+            "quantize.keep",
+            "auto",
+            "it fills the memory of GPUs, and the run has none (hardware.gpus)",
+            "Name linears, or set quantize.method to none",
+        )
     checked_linears(run.quantize, shape.linear_paths())
     return run.quantize.kept
 

@@ -37,6 +37,8 @@ class PlannedRun:
     record: Recorder
     estimate: bool = False
     disk_free_bytes: int | None = None
+    costs: Mapping[str, float] | None = None
+    """Nats a token of each weight in 4 bits, for `quantize.keep: auto`."""
 
     def predicted(self, *, advise: bool = False) -> tuple[Decision, Forecast]:
         """Return the decision and its forecast; advise: search for changes that would make it fit.
@@ -51,6 +53,7 @@ class PlannedRun:
             record=self.record,
             estimate=self.estimate,
             advise=advise,
+            costs=self.costs,
         )
         return decision, forecast(decision, self.settings, self.shape, self.machine, self.tokens)
 

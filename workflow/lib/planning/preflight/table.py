@@ -6,7 +6,7 @@ import shutil
 from rich.console import Console
 from rich.table import Table
 
-from workflow.lib.artifacts.preflight_record import Estimate, Forecast
+from workflow.lib.artifacts.preflight_record import BitCurve, Estimate, Forecast
 from workflow.lib.planning.preflight.forecast import nearest_plans, plan_choices
 from workflow.lib.step_plan.memory_options import in_words
 from workflow.lib.system.number_formats import duration, spoken
@@ -24,7 +24,8 @@ def render(forecast: Forecast, *, run: str, host_origin: str | None = None) -> s
     facts = Table("fact", "value")
     for row in _facts(forecast, host_origin=host_origin).items():
         facts.add_row(*row)
-    return _printed(_terms(forecast, run=run), _plans(forecast), facts)
+    curves = [_bits(forecast.bits)] if forecast.bits else []
+    return _printed(_terms(forecast, run=run), _plans(forecast), *curves, facts)
 
 
 def _printed(*tables: Table) -> str:
@@ -73,6 +74,19 @@ def _plans(forecast: Forecast) -> Table:
         table.add_row(
             str(plan.micro_batch_size), *chosen, _size(tried.peak_bytes), relative, tried.why
         )
+    return table
+
+
+def _bits(curve: BitCurve) -> Table:
+    """What 16 bits for the most sensitive linears take and win."""
+    title = f"quantize.keep: auto, {curve.kept} of {curve.weights} linears in 16 bits"
+    table = Table(title=title, title_justify="left", caption=curve.slower, caption_justify="left")
+    for heading in ("in 16 bits, % of weights", "peak memory", "expected loss of 4 bits, nats"):
+        table.add_column(heading, justify="right")
+    table.add_column("result")
+    for point in curve.points:
+        share = f"{100 * point.share:.1f}"
+        table.add_row(share, _size(point.peak_bytes), f"{point.nats:.4f}", point.verdict)
     return table
 
 
