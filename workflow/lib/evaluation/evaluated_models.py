@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import torch
 from peft import PeftModel
 from transformers import PreTrainedModel
 
+from workflow.lib.artifacts.read_records import read_record
+from workflow.lib.artifacts.records import Quantization
 from workflow.lib.checkpoints.adapter import Adapter
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.distributed.heartbeat import FIRST_PASS_S, Pulse
@@ -94,10 +97,14 @@ def subjects(
     a whole copy; streamed: the original is larger than memory. Raises `UserError` if a folder is
     not finished."""
     loading, memory = Loading(options, shards), _Memory()
-    files = {part: _files(part, folders[part], sources) for n in names for part in FORMS[n].parts}
+    # A base in 16 bits is the original: what is measured of one is known of the other.
+    equal = {"model": "base"} if _is_original(folders, sources) else {}
+    parts = {name: [equal.get(part, part) for part in FORMS[name].parts] for name in names}
+    files = {part: _files(part, folders[part], sources) for part in {*chain(*parts.values())}}
     copies: dict[tuple[str, ...], list[SubjectName]] = {}
     for name in (name for name in FORMS if name in names):
-        copies.setdefault(_copy(FORMS[name]), []).append(name)
+        copy = tuple(equal.get(part, part) for part in _copy(FORMS[name]))
+        copies.setdefault(copy, []).append(name)
     measured = []
     for copy, forms in copies.items():
         weights, *adapters = (folders[part] for part in copy)
@@ -106,12 +113,22 @@ def subjects(
         for name in forms:
             opened: Callable[[], AbstractContextManager[Opened]]
             opened = partial(opener, adapter=FORMS[name].adapter is not None)
-            is_streamed = streamed and name == "original"
+            is_streamed = streamed and name == "original" and not equal
             if is_streamed:
                 opened = partial(_streamed, folders["model"], options)
-            key = content_key(*(files[part] for part in FORMS[name].parts))
+            key = content_key(*(files[part] for part in parts[name]))
             measured.append(Subject(name, key, opened, streamed=is_streamed))
     return measured
+
+
+def _is_original(folders: Mapping[str, Path], sources: Sequence[RecordedFile]) -> bool:
+    """Tell whether the base has the weights of the measured original, all in 16 bits."""
+    path = folders.get("base", Path()) / "quantization.json"
+    weights = {x.name: x.sha256 for x in sources if x.name.endswith(".safetensors")}
+    if not weights or not path.is_file():
+        return False
+    record = read_record(path, Quantization)
+    return record.method == "none" and record.model_files == weights
 
 
 def _copy(form: Form) -> tuple[str, ...]:
