@@ -60,17 +60,6 @@ def project(finished_project, tmp_path):
     return finished_project.copy(tmp_path / "project")
 
 
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory):
-    """A project of a few steps after `snakemake train`, in a checkout of its own. The checkout's
-    name is part of paths, of the environment and of commands. Never change it."""
-    folder = tmp_path_factory.mktemp("checkout") / "a b'c\"d é $(exit 1)"
-    repository = copy_of_repository(folder)
-    project = Project(make_project(repository).root, repository=repository)
-    project.run("train")
-    return project
-
-
 def without_card(project):
     """Modification times of what training and export left; the card stands in the adapter's
     folder."""
@@ -138,8 +127,12 @@ def test_exported_adapter_loads_with_stock_packages(finished_project):
 
 
 @pytest.mark.slow
-def test_checkout_in_a_folder_of_any_name_trains(checkout):
-    assert checkout.json("finetune", "summary.json")["num_steps"] == 6
+def test_checkout_in_a_folder_of_any_name_trains(tmp_path):
+    """Its name is part of paths, of the environment and of commands."""
+    repository = copy_of_repository(tmp_path / "a b'c\"d é $(exit 1)")
+    project = Project(make_project(repository).root, repository=repository)
+    project.run("train")
+    assert project.json("finetune", "summary.json")["num_steps"] == 6
 
 
 # What an edit of a finished project changes.
@@ -167,9 +160,8 @@ def test_setting_without_effect_on_the_result_continues_from_the_last_checkpoint
     assert adapter_bytes(project) == before
 
 
-def test_new_rows_in_the_same_file_train_from_the_start(checkout, tmp_path):
+def test_new_rows_in_the_same_file_train_from_the_start(project):
     """A checkpoint of the old rows has the same settings; it must not be continued."""
-    project = checkout.copy(tmp_path / "project")
     before = project.json("finetune", "summary.json")
     write_rows(project.root / "data" / "train.jsonl", first=500, rows=60)
     project.edit({"hardware": {"cpu_processes": 1}})
