@@ -104,7 +104,9 @@ def test_one_start_measures_neighbours_that_are_alike_and_peers_alone():
 
 def job_of_tokens(tokens):
     plan = SimpleNamespace(micro_batch_size=1, accumulation_steps=1)
-    return cast(Job, SimpleNamespace(plan=plan, run={"data": {"seq_len": tokens}}, pairs=None))
+    return cast(
+        Job, SimpleNamespace(plan=plan, run={"data": {"seq_len": tokens}}, pairs=None, groups=None)
+    )
 
 
 def measured_at(speed):

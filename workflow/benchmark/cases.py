@@ -50,6 +50,9 @@ class BenchmarkConfig(Section):
     pairs: int | None = Field(None, ge=1, le=2**16)
     """Pairs of a step, of drawn lengths, packed into rows (`train.objective: dpo` and the like);
     they replace `accumulation` and `documents`. null = no pairs."""
+    groups: int | None = Field(None, ge=1, le=2**16)
+    """Groups of a step, a row each (`train.objective: grpo`): 8 answers of seq_len / 24 tokens to a
+    prompt of seq_len / 12; they replace the same. null = no groups."""
     rank: int = Field(16, ge=1, le=1024)
     """Rank of the adapter, on all linear layers."""
     steps: int = Field(6, ge=1, le=10_000)
@@ -98,6 +101,8 @@ class PeerSettings(Section):
     """Recomputation of every layer."""
     pairs: int = Field(1, ge=1, le=2**16)
     """Pairs of a micro-batch, where the case has pairs."""
+    answers: int = Field(1, ge=1, le=2**16)
+    """Answers of a micro-batch, where the case has groups."""
     by_length: bool = False
     """Pairs in the order of their lengths, which leaves the least padding."""
 
@@ -222,6 +227,8 @@ def _request(name: str, entry: CaseEntry, benchmark: BenchmarkConfig, *, process
 
 def step_rows(sizes: BenchmarkConfig, *, processes: int) -> int:
     """Return the rows of a step."""
+    if sizes.groups is not None:
+        return sizes.groups
     if sizes.pairs is None:
         return processes * sizes.micro_batch_size * sizes.accumulation
     # Lengths of pairs do not depend on the vocabulary.

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from workflow.benchmark.random_base import random_rows
+from workflow.benchmark.random_groups import group_rows, random_groups
 from workflow.benchmark.random_pairs import pair_rows, random_pairs
 from workflow.benchmark.record import Measurement, Observed
 from workflow.lib.checkpoints.checkpoint import Checkpoint
@@ -59,6 +60,7 @@ class Job:
     documents: int
     rows: int
     pairs: int | None
+    groups: int | None
     vocab_size: int
     check_bytes: bool
     peer: dict[str, Any] | None
@@ -161,6 +163,9 @@ def _train(job: Job, config: RunConfig, world: World, observed: Observed, pulse:
 
 def _rows(job: Job, config: RunConfig) -> TokenStore:
     seq_len, vocab_size = config.data.seq_len, job.vocab_size
+    if job.groups is not None:
+        groups = random_groups(job.groups, seq_len=seq_len, vocab_size=vocab_size)
+        return group_rows(groups, seq_len=seq_len)
     if job.pairs is not None:
         pairs = random_pairs(job.pairs, seq_len=seq_len, vocab_size=vocab_size)
         return pair_rows(pairs, seq_len=seq_len)

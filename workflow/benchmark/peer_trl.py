@@ -1,10 +1,10 @@
-"""The same case by other software: TRL's SFTTrainer, or DPOTrainer for pairs, over Accelerate (DDP,
-FSDP1 or FSDP2), bitsandbytes NF4, PEFT LoRA.
+"""The same case by other software: TRL's SFTTrainer, DPOTrainer for pairs or GRPOTrainer for
+groups, over Accelerate (DDP, FSDP1 or FSDP2), bitsandbytes NF4, PEFT LoRA.
 
 Its worker (`scripts/benchmark_peer.py`) is started by `benchmark_run`. It loads the
 same random base, to be sharded with the packed weights as bf16 views, the storage that these stacks
-recommend, and takes the same rows or pairs, batch, rank and steps. Peaks are measured by the same
-code.
+recommend, and takes the same rows or examples, batch, rank and steps. Peaks are measured by the
+same code.
 Accelerate is told what to do by the environment variables that `accelerate launch` sets.
 Packages: envs/peers.txt.
 """
@@ -12,6 +12,7 @@ Packages: envs/peers.txt.
 import os
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from tokenizers.models import WordLevel
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 from transformers.utils.import_utils import is_flash_attn_2_available
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from workflow.benchmark.measure import (
     OUT_OF_MEMORY,
@@ -37,6 +38,7 @@ from workflow.benchmark.measure import (
     together,
 )
 from workflow.benchmark.random_base import random_rows
+from workflow.benchmark.random_groups import ANSWERS, answer_tokens, random_groups
 from workflow.benchmark.random_pairs import Pair, random_pairs
 from workflow.benchmark.record import Observed
 from workflow.lib.artifacts.training_record import Check
@@ -74,6 +76,53 @@ class PairTrainer(DPOTrainer):  # type: ignore[misc]
 
     def _prepare_dataset(self, dataset: Dataset, *_: Any, **__: Any) -> Dataset:
         return dataset
+
+
+class GroupTrainer(GRPOTrainer):  # type: ignore[misc]
+    """TRL's trainer on answers that are sampled already. A step computes their log-probabilities
+    before its update, as TRL does after each generation by a server, and as our engine does."""
+
+    batches: Iterator[dict[str, torch.Tensor]]
+    """Of `group_batches`."""
+
+    def _prepare_inputs(self, _: Any) -> dict[str, torch.Tensor]:
+        batch = {name: x.to(self.accelerator.device) for name, x in next(self.batches).items()}
+        ids, present = (
+            torch.cat([batch[f"prompt_{name}"], batch[f"completion_{name}"]], dim=1)
+            for name in ("ids", "mask")
+        )
+        with torch.no_grad():
+            old, *_ = self._get_per_token_logps_and_entropies(
+                self.model, ids, present, batch["completion_ids"].shape[1]
+            )
+        return batch | {"old_per_token_logps": old}
+
+
+def group_batches(job: Job, config: RunConfig) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield micro-batches of the random groups again and again, in TRL's form; all prompts and
+    answers have equal lengths, so none is padded."""
+    assert job.groups is not None
+    assert job.peer is not None
+    drawn = {"seq_len": config.data.seq_len, "vocab_size": job.vocab_size}
+    groups = random_groups(job.groups, **drawn)
+    rows = [
+        (group.prompt, answer.ids, answer.advantage) for group in groups for answer in group.answers
+    ]
+    size = job.peer["answers"]
+    own = range(int(os.environ["RANK"]) * size, len(rows), int(os.environ["WORLD_SIZE"]) * size)
+    while True:
+        for first in own:
+            prompts, answers, advantages = (
+                torch.tensor(x) for x in zip(*rows[first : first + size], strict=True)
+            )
+            yield {
+                "prompt_ids": prompts,
+                "prompt_mask": torch.ones_like(prompts),
+                "completion_ids": answers,
+                "completion_mask": torch.ones_like(answers),
+                "advantages": advantages.float(),
+                "num_items_in_batch": torch.tensor(len(rows) * answers.shape[1]),
+            }
 
 
 class Watch(TrainerCallback):
@@ -165,7 +214,7 @@ def train(
         layer = next(iter(model._no_split_modules or ()))
         os.environ["FSDP_TRANSFORMER_CLS_TO_WRAP"] = str(layer)
     with tempfile.TemporaryDirectory() as folder:
-        trainer = (SFTTrainer if job.pairs is None else PairTrainer)(
+        trainer = trainer_class(job)(
             model=model,
             args=arguments(job, config, folder, device, sharded=sharded),
             train_dataset=dataset(job, config),
@@ -175,7 +224,10 @@ def train(
                 target_modules="all-linear", task_type="CAUSAL_LM",
             ),
             callbacks=[Watch(observed, device, pulse)],
+            **({} if job.groups is None else {"reward_funcs": no_reward}),
         )  # fmt: skip
+        if job.groups is not None:
+            trainer.batches = group_batches(job, config)
         if sharded and trainer.accelerator.distributed_type != DistributedType.FSDP:
             kind = trainer.accelerator.distributed_type.value
             raise UserError(
@@ -187,6 +239,17 @@ def train(
         observed.checks = [
             share_check(parameter_bytes(trainer.model_wrapped), total, sharded=sharded)
         ]
+
+
+def trainer_class(job: Job) -> Any:
+    if job.groups is not None:
+        return GroupTrainer
+    return SFTTrainer if job.pairs is None else PairTrainer
+
+
+def no_reward(completions: list[Any], **_: Any) -> list[float]:
+    """Return 0 for each answer; never called, since the advantages are drawn."""
+    return [0.0] * len(completions)
 
 
 def parameter_bytes(model: torch.nn.Module) -> int:
@@ -206,18 +269,23 @@ def share_check(held_bytes: int, total: int, *, sharded: bool) -> Check:
 
 def arguments(
     job: Job, config: RunConfig, folder: str, device: torch.device, *, sharded: bool
-) -> SFTConfig | DPOConfig:
+) -> SFTConfig | DPOConfig | GRPOConfig:
     """Return the trainer's settings; sharded models are recomputed by Accelerate, as it
     recommends.
     """
     assert job.peer is not None
-    if job.pairs is None:
-        kind: Any = SFTConfig
-        options: dict[str, Any] = {"packing": False}
-        batch, accumulated = job.plan.micro_batch_size, job.plan.accumulation_steps
-    else:
+    kind: Any = SFTConfig
+    options: dict[str, Any] = {"packing": False, "max_length": config.data.seq_len}
+    batch, accumulated = job.plan.micro_batch_size, job.plan.accumulation_steps
+    if job.groups is not None:
+        kind, batch = GRPOConfig, job.peer["answers"]
+        options = {"num_generations": ANSWERS, "beta": config.grpo.kl}
+        options |= {"max_completion_length": answer_tokens(config.data.seq_len)}
+        accumulated = job.groups * ANSWERS // (batch * int(os.environ["WORLD_SIZE"]))
+    elif job.pairs is not None:
         kind = DPOConfig
-        options = {"precompute_ref_log_probs": True, "beta": config.preferences.beta or BETA}
+        options |= {"precompute_ref_log_probs": True, "beta": config.preferences.beta or BETA}
+        del options["packing"]
         options |= {"train_sampling_strategy": "sequential"} if job.peer["by_length"] else {}
         batch = job.peer["pairs"]
         accumulated = job.pairs // (batch * int(os.environ["WORLD_SIZE"]))
@@ -227,7 +295,6 @@ def arguments(
         gradient_accumulation_steps=accumulated,
         **options,
         max_steps=job.plan.num_steps,
-        max_length=config.data.seq_len,
         learning_rate=config.train.learning_rate,
         max_grad_norm=config.train.max_grad_norm,
         optim="adamw_torch_fused" if device.type == "cuda" else "adamw_torch",
@@ -246,7 +313,10 @@ def arguments(
 
 
 def dataset(job: Job, config: RunConfig) -> Dataset:
-    """Return the random rows or pairs that our engine trains on."""
+    """Return the random rows or pairs that our engine trains on; of groups, prompts that nothing
+    reads."""
+    if job.groups is not None:
+        return Dataset.from_list([{"prompt": "prompt"}] * job.groups)
     if job.pairs is not None:
         pairs = random_pairs(job.pairs, seq_len=config.data.seq_len, vocab_size=job.vocab_size)
         pairs.sort(key=lambda p: -len(p.prompt) - max(len(p.chosen), len(p.rejected)))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from workflow.benchmark.cases import BenchmarkConfig, Request, model_config, run_settings
+from workflow.benchmark.random_groups import ANSWERS, answer_tokens
 from workflow.benchmark.random_pairs import pair_rows, random_pairs
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.model.describe_model import describe_config
@@ -118,11 +119,19 @@ def _capped(machine: Machine, run: RunConfig, cap_bytes: int | None) -> Machine:
 
 def imagined_tokens(request: Request, shape: ModelShape) -> TokenCounts:
     """Return the counts of the random rows: all tokens are trained except each document's first,
-    and the prompts of pairs."""
+    and prompts."""
     sizes = request.sizes
+    drawn: dict[str, Any] = {"seq_len": sizes.seq_len, "vocab_size": shape.vocab_size}
+    if sizes.groups is not None:
+        return TokenCounts(
+            **drawn,
+            heldout_tokens=sizes.seq_len,
+            packed_rows=sizes.groups,
+            trained_tokens=sizes.groups * ANSWERS * answer_tokens(sizes.seq_len),
+            documents=sizes.groups * ANSWERS,
+        )
     if sizes.pairs is not None:
-        pairs = random_pairs(sizes.pairs, seq_len=sizes.seq_len, vocab_size=shape.vocab_size)
-        store = pair_rows(pairs, seq_len=sizes.seq_len)
+        store = pair_rows(random_pairs(sizes.pairs, **drawn), seq_len=sizes.seq_len)
         return TokenCounts(
             seq_len=sizes.seq_len,
             vocab_size=shape.vocab_size,

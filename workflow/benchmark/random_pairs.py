@@ -3,7 +3,8 @@
 Lengths are log-normal: prompts with a median of 120 tokens and a spread of 1, answers 250 and 0.7.
 No part has more than 1,024, or a quarter of a row."""
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -46,14 +47,22 @@ def packed(pairs: list[Pair], *, seq_len: int) -> Packing:
 
 def pair_rows(pairs: list[Pair], *, seq_len: int) -> TokenStore:
     """Return the packed rows; answers are trained."""
-    packing = packed(pairs, seq_len=seq_len)
+    arrays = answer_arrays(pairs, packed(pairs, seq_len=seq_len), seq_len=seq_len)
+    return TokenStore(manifest={"examples": "pairs"}, arrays=arrays)
+
+
+def answer_arrays(
+    examples: Sequence[tuple[Ids, ...]], packing: Packing, *, seq_len: int
+) -> dict[str, npt.NDArray[Any]]:
+    """Return the arrays of a tokens folder, by name. examples: each a prompt and its answers, which
+    are trained."""
     shape = (packing.num_rows, seq_len)
     ids, mask = np.zeros(shape, dtype=np.uint32), np.zeros(shape, dtype=np.bool_)
     positions = np.zeros(shape, dtype=np.int32)
     for row in range(packing.num_rows):
         start = 0
         for number in packing.row(row):
-            prompt, *answers = pairs[number]
+            prompt, *answers = examples[number]
             for answer in answers:
                 document = np.concatenate([prompt, answer])
                 span = slice(start, start + len(document))
@@ -61,14 +70,11 @@ def pair_rows(pairs: list[Pair], *, seq_len: int) -> TokenStore:
                 mask[row, start + len(prompt) : span.stop] = True
                 start = span.stop
         positions[row, start:] = np.arange(seq_len - start)
-    return TokenStore(
-        manifest={"examples": "pairs"},
-        arrays={
-            "train.input_ids.npy": ids,
-            "train.loss_mask.npy": mask,
-            "train.position_ids.npy": positions,
-            "heldout.input_ids.npy": ids[0],
-            "heldout.loss_mask.npy": mask[0],
-            "heldout.offsets.npy": np.array([0, seq_len]),
-        },
-    )
+    return {
+        "train.input_ids.npy": ids,
+        "train.loss_mask.npy": mask,
+        "train.position_ids.npy": positions,
+        "heldout.input_ids.npy": ids[0],
+        "heldout.loss_mask.npy": mask[0],
+        "heldout.offsets.npy": np.array([0, seq_len]),
+    }

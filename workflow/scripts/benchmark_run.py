@@ -212,6 +212,7 @@ def job_of(args: argparse.Namespace, prepared: Prepared) -> Job:
         documents=sizes.documents,
         rows=prepared.num_rows,
         pairs=sizes.pairs,
+        groups=sizes.groups,
         vocab_size=prepared.shape.vocab_size,
         check_bytes=sizes.check_bytes,
         peer=None if prepared.request.peer is None else dict(prepared.request.peer),

@@ -24,7 +24,6 @@ from transformers.masking_utils import sdpa_mask
 
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.decoder_layers import decoder_layers, drop_other_parts_
-from workflow.lib.distributed.fsdp import forward_only
 from workflow.lib.distributed.world import World, process_mesh
 from workflow.lib.kernels.attention.document_lengths import equal_lengths
 from workflow.lib.kernels.attention.flex_masks import RECORDED_LENGTHS
@@ -62,6 +61,7 @@ from workflow.lib.system.device_types import RECORDED
 from workflow.lib.training.build import assemble_, complete_, dtype_of
 from workflow.lib.training.loop import PendingScalars, StepInProgress, Trainer, make_optimizer
 from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs
+from workflow.lib.training.start_reference import token_losses
 
 # Reach of layers to each other, tried in this order until equal layers make equal requests. With
 # gathered layers the third one requests the buffer of the first, which no layer of the same pass
@@ -237,10 +237,8 @@ class _Run:
 
     def check(self, recorder: AllocationRecorder) -> None:
         """Run the start-up checks' work on the device: a forward of one row, all units gathered."""
-        tape = self._tape
-        self._training.eval()
-        with forward_only(self._training):
-            self._training(self._batches.check_batch())
+        tape, training = self._tape, self._training
+        token_losses(training, [self._batches.check_batch()], training.objective)
         tape.follows_tensors = False
         recorder.note_resized()
         for number, unit in enumerate(self._assembled.units):
