@@ -167,11 +167,16 @@ if any(word.startswith("--generate-unit-tests") for word in sys.argv):
 # One representative run of each shared artifact, by the artifact's folder name; of tokens the one that
 # allows the fewest rejected rows.
 STRICTEST_LAST = sorted(RUNS.values(), key=lambda run: -run.data.max_rejected_share)
+SAMPLING = [run for run in RUNS.values() if run.samples]
 SCORES = {Path(model.scores).name: model for model in SCORED.values()}
 # Runs by the wildcard that names their artifact.
 RUNS_OF = {
     "run": RUNS,
-    "tokens": {Path(layout.tokens_dir(run)).name: run for run in STRICTEST_LAST},
+    "tokens": {Path(layout.rows_dir(run)).name: run for run in STRICTEST_LAST},
+    # Of runs that train on sampled answers.
+    "answers": {Path(layout.answers_dir(run)).name: run for run in SAMPLING},
+    "rewards": {Path(layout.rewards_file(run)).parent.name: run for run in SAMPLING},
+    "packed": {Path(layout.tokens_dir(run)).name: run for run in SAMPLING},
     "base": {Path(layout.base_dir(run)).name: run for run in RUNS.values()},
     "sensitivities": {
         Path(layout.sensitivity_path(run)).stem: run

@@ -2,7 +2,7 @@ rule preflight_run:
     input:
         settings=settings("preflight_run"),
         description=from_run(layout.description),
-        manifest=from_run(manifest),
+        manifest=from_run(planned_manifest),
         sensitivities=from_run(sensitivities),
         base=from_run(base_of_start),
     output:

@@ -84,22 +84,62 @@ def dataset_key(run: RunConfig) -> str:
 
 
 def tokens_key(run: RunConfig) -> str:
-    """Short hash of all that the tokens depend on: data settings and the tokenizer's identity."""
+    """Short hash of all that the tokens of the training depend on."""
+    if not run.samples:
+        return rows_key(run)
+    return short_hash([rewards_key(run), stage_settings("pack_answers", run)])
+
+
+def rows_key(run: RunConfig) -> str:
+    """Short hash of all that the tokens of a run's rows depend on: data settings and the
+    tokenizer's identity."""
     data = _comparable(run, _defines_result).data.model_dump(mode="json")
     return short_hash([data, *_model(run), *_examples_asked(run).values()])
 
 
 def _examples_asked(run: RunConfig) -> dict[str, Any]:
-    """Return the kind of a run's examples in its data, if they are not texts."""
+    """Return the kind of a run's examples in its data, if they are not texts, as prompts are."""
     examples = needs_of(run.train.objective).examples
-    return {"examples": examples} if examples in PAIRED else {}
+    return {"examples": examples} if examples in PAIRED and not run.samples else {}
+
+
+def answers_key(run: RunConfig) -> str:
+    """Short hash of all that sampled answers depend on: model, prompts and settings."""
+    start = run.train.start_from if run.start is None else fingerprint(run.start)
+    same = _comparable(run, lambda affects: affects.reruns("sample_answers"))
+    numerics = [run.model.compute_dtype, run.model.attention]
+    answers = same.answers.model_dump(mode="json")
+    return short_hash([rows_key(run), base_key(run), start, answers, numerics])
+
+
+def rewards_key(run: RunConfig) -> str:
+    return short_hash([answers_key(run), stage_settings("score_answers", run)])
+
+
+def first_rewards(run: RunConfig) -> list[str]:
+    """Return the rewards of the first round before a run, with which its own are compared."""
+    first, rounds = run, run.answers.round - 1
+    while rounds and first.start is not None and first.start.samples:
+        first, rounds = first.start, rounds - 1
+    return [] if first is run or rounds else [rewards_file(first)]
+
+
+def earlier_rounds(run: RunConfig) -> list[RunConfig]:
+    """Return the rounds before a run whose rewards decide with its own whether it stops, the last
+    one first."""
+    rounds: list[RunConfig] = []
+    start = run.start
+    while start is not None and start.samples and len(rounds) < run.rewards.stop_after_equal - 1:
+        rounds.append(start)
+        start = start.start
+    return rounds
 
 
 def base_key(run: RunConfig) -> str:
     """Short hash of all that the quantized base depends on; of tokens only if they calibrate, or
     measure; of the plan's settings only if preflight decides what it keeps."""
     settings = _comparable(run, _defines_result).quantize.model_dump(mode="json")
-    tokens = tokens_key(first_run(run)) if _reads_tokens(run) else None
+    tokens = rows_key(first_run(run)) if _reads_tokens(run) else None
     planned = [stage_settings("preflight_run", first_run(run))] if run.quantize.measures else []
     return short_hash([*_model(run), *_rope(run), settings, tokens, *planned])
 
@@ -113,7 +153,7 @@ def sensitivity_path(run: RunConfig) -> str:
     """File of the costs of 4 bits by weight: of a model, its tokens, and a text."""
     first = first_run(run)
     quantize = stage_settings("measure_sensitivity", first)
-    key = short_hash([*_model(first), *_rope(first), quantize, tokens_key(first)])
+    key = short_hash([*_model(first), *_rope(first), quantize, rows_key(first)])
     return str(RESULTS / "sensitivities" / f"{run.model.name}-{key}.json")
 
 
@@ -129,8 +169,7 @@ def calibration_tokens(run: RunConfig) -> list[str]:
 
 def measured_tokens(run: RunConfig) -> list[str]:
     """Return the files of the tokens of the first run of a chain, the manifest first."""
-    first = first_run(run)
-    return [f"{tokens_dir(first)}/{MANIFEST}", *token_arrays(first)]
+    return rows_files(first_run(run))
 
 
 def calibration_text(run: RunConfig) -> str | None:
@@ -256,6 +295,25 @@ def token_arrays(run: RunConfig) -> list[str]:
     return [f"{tokens_dir(run)}/{name}" for name in ARRAYS]
 
 
+def rows_dir(run: RunConfig) -> str:
+    """Folder of the tokens of a run's rows: those of its training, or the prompts of its
+    answers."""
+    return str(RESULTS / "tokens" / f"{run.data.name}-{rows_key(run)}")
+
+
+def rows_files(run: RunConfig) -> list[str]:
+    """Return the files of `rows_dir`, the manifest first."""
+    return [f"{rows_dir(run)}/{name}" for name in (MANIFEST, *ARRAYS)]
+
+
+def answers_dir(run: RunConfig) -> str:
+    return str(RESULTS / "answers" / f"{run.data.name}-{answers_key(run)}")
+
+
+def rewards_file(run: RunConfig) -> str:
+    return str(RESULTS / "rewards" / f"{run.data.name}-{rewards_key(run)}" / "rewards.jsonl")
+
+
 def base_dir(run: RunConfig) -> str:
     return str(RESULTS / "base" / f"{run.model.name}-{base_key(run)}")
 
@@ -278,7 +336,8 @@ def fingerprint(run: RunConfig, *, any_length: bool = False) -> str:
     sections = (trained.lora, trained.preferences, trained.distill, trained.grpo)
     others = [section.model_dump(mode="json") for section in sections]
     numerics = [run.model.compute_dtype, run.model.attention_dropout, run.model.attention]
-    start = None if run.start is None else fingerprint(run.start)
+    # sampled answers depend on the start already
+    start = None if run.start is None or run.samples else fingerprint(run.start)
     return short_hash([tokens_key(run), base_key(run), train, others, numerics, start])
 
 
@@ -313,6 +372,8 @@ def _consequences(stage: str, run: RunConfig) -> dict[str, Any]:
     """Return what a stage reads of settings that it does not read themselves."""
     if stage == "tokenize_dataset":
         return _examples_asked(run)
+    if stage == "pack_answers":
+        return {"examples": needs_of(run.train.objective).examples}
     return {"lineage": lineage(run)} if stage == "finetune" and run.train.start_from else {}
 
 

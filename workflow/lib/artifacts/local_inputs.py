@@ -30,6 +30,7 @@ def check_local_paths(name: str, run: RunConfig) -> None:
         "export.llama_cpp": run.export.llama_cpp and f"{run.export.llama_cpp}/{CONVERTER}",
         "evaluate.tasks_dir": run.evaluate.tasks_dir if run.evaluate.tasks else None,
         "quantize.calibration_text": run.quantize.calibration_text,
+        **{f"rewards.functions.{key}": f.file for key, f in run.rewards.functions.items()},
     }
     if run.export.serve == "vllm" and not Path(SERVING).exists():
         raise UserError(

@@ -117,7 +117,7 @@ def _continue(
     device: torch.device,
 ) -> list[list[int]]:
     """Return the new tokens of each prompt of one batch, with those after an end."""
-    ids, mask = _left_padded([prompt.prompt for prompt in prompts], device=device)
+    ids, mask = left_padded([prompt.prompt for prompt in prompts], device=device)
     output = model.generate(  # type: ignore[operator]
         input_ids=ids,
         attention_mask=mask,
@@ -135,7 +135,7 @@ def _continue(
     return rows
 
 
-def _left_padded(
+def left_padded(
     rows: Sequence[list[int]], *, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ids and attention mask (rows, longest): generation continues at the right edge."""

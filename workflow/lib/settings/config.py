@@ -30,6 +30,7 @@ from workflow.lib.settings.evaluate import (
 )
 from workflow.lib.settings.forms import EXPORTS, FORMS, SUBJECTS, TRAINED, Served, SubjectName
 from workflow.lib.settings.objectives import (
+    NEEDS,
     PAIRED,
     DistillConfig,
     GrpoConfig,
@@ -39,6 +40,7 @@ from workflow.lib.settings.objectives import (
     reads_start,
 )
 from workflow.lib.settings.overrides import overridden, without_effect
+from workflow.lib.settings.rounds import AnswersConfig, RewardsConfig, expanded
 from workflow.lib.settings.section_base import Name, Section
 from workflow.lib.settings.server_limits import first_limit
 from workflow.lib.settings.tracking import TrackingConfig
@@ -52,6 +54,7 @@ from workflow.lib.settings.train import (
 from workflow.lib.system.errors import UserError
 
 __all__ = [
+    "AnswersConfig",
     "Config",
     "DataColumns",
     "DataConfig",
@@ -66,6 +69,7 @@ __all__ = [
     "PreferencesConfig",
     "QuantizeConfig",
     "ReportConfig",
+    "RewardsConfig",
     "RunConfig",
     "Section",
     "TrackingConfig",
@@ -84,6 +88,16 @@ OWN_KEYS = "x-"  # prefix of the user's own top-level keys
 # Of all files and options together: only Snakemake knows which one has a setting.
 NOT_VALID = "the settings are not valid:"
 DEFAULT_RUN = "first"
+NO_REWARD = (
+    "No function rewards the answers. Name one, such as {exact: {function: last_number}}, or "
+    "remove them"
+)
+# Objectives of sampled answers: the best ones, pairs of best and worst, or groups.
+SAMPLING = [
+    name
+    for name, needs in NEEDS.items()
+    if name == "sft" or needs.examples not in ("texts", "rated")
+]
 LEAST_CONFIG = """\
 model:
   source: models/my-model   # a folder, or a hub id: owner/name
@@ -110,6 +124,10 @@ class Sections(Section):
     """A teacher's predictions."""
     grpo: GrpoConfig = GrpoConfig()
     """Rewarded answers of the model itself."""
+    answers: AnswersConfig = AnswersConfig()
+    """Sampled answers to train on."""
+    rewards: RewardsConfig = RewardsConfig()
+    """Rewards of sampled answers."""
     hardware: HardwareConfig = HardwareConfig()
     """Machines and memory."""
     tracking: TrackingConfig = TrackingConfig()
@@ -135,6 +153,11 @@ class RunConfig(Sections):
         run = self.model_copy(update={"lora": lora})
         run._start = start
         return run
+
+    @property
+    def samples(self) -> bool:
+        """Whether the run trains on sampled answers to the prompts of its rows."""
+        return bool(self.rewards.functions)
 
     @property
     def served(self) -> Served:
@@ -253,6 +276,30 @@ class RunConfig(Sections):
         return self
 
     @model_validator(mode="after")
+    def _sampled_answers_can_be_trained(self) -> "RunConfig":
+        objective, most = self.train.objective, self.answers.max_new_tokens
+        if self.answers.round > 1 and not self.samples:
+            raise ValueError(f"rewards.functions = {{}}: rounds are set. {NO_REWARD}")
+        if needs_of(objective).examples == "groups" and not self.samples:
+            raise ValueError(
+                f"rewards.functions = {{}}: train.objective = {objective} trains on sampled "
+                f"answers. {NO_REWARD}, and take another objective"
+            )
+        if not self.samples:
+            return self
+        if objective not in SAMPLING:
+            raise ValueError(
+                f"rewards.functions: train.objective = {objective} does not train on sampled "
+                f"answers. Set one of {', '.join(SAMPLING)}, or remove the functions"
+            )
+        if most >= self.data.seq_len:
+            raise ValueError(
+                f"answers.max_new_tokens = {most}: a row has data.seq_len = {self.data.seq_len} "
+                "tokens, prompt included. Lower it, or raise data.seq_len"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _served_within_known_limits(self) -> "RunConfig":
         if limit := first_limit(self):
             raise ValueError(limit)
@@ -299,6 +346,7 @@ def load_config(
     Raises `UserError` naming the document's origin, each wrong key's path, its value, the bound,
     and the nearest valid key."""
     headline = f"{origin}: {NOT_VALID}" if origin else NOT_VALID
+    document = expanded(document)
     config = validated(Config, document, headline=headline)
     shared = {key: document[key] for key in RunConfig.model_fields if key in document}
     runs = {
@@ -348,6 +396,8 @@ def _unread_settings(
     """Return a line for each setting that no objective reads: of a run its own, of all runs the
     shared ones."""
     lines = []
+    if config.answers != AnswersConfig() and not any(run.samples for run in runs.values()):
+        lines.append(f"rewards.functions = {{}}: answers are set. {NO_REWARD}.")
     objectives = {run.train.objective for run in runs.values()}
     for setting, (section, key) in _objective_settings(config).items():
         if not objectives & {*readers_of(setting)}:

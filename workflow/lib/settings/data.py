@@ -162,7 +162,14 @@ class DataConfig(Section):
     """The dataset and how it becomes tokens."""
 
     affects: ClassVar = Affects(
-        "result", stages=("tokenize_dataset", "preflight_run", "write_card")
+        "result",
+        stages=(
+            "tokenize_dataset",
+            "sample_answers",
+            "pack_answers",
+            "preflight_run",
+            "write_card",
+        ),
     )
 
     name: Name = "data"

@@ -99,6 +99,7 @@ class ModelConfig(Section):
     affects: ClassVar = Affects(
         "result",
         stages=(
+            "sample_answers",
             "score_tokens",
             "preflight_run",
             "finetune",

@@ -30,7 +30,7 @@ class Progress:
     ) -> None:
         self._what, self._total, self._unit, self._line_s = what, total, unit, line_s
         self._total_work = float(total or 0) if total_work is None else total_work
-        self._done, self._done_work = 0, 0.0
+        self._done, self._done_work, self._tokens = 0, 0.0, 0
         self._bar = tqdm(total=total, desc=what, unit=unit, disable=None, file=sys.stderr)
         self._began = time.monotonic()
         self._over = threading.Event()
@@ -47,9 +47,15 @@ class Progress:
             self._lines.join()
         self._bar.close()
 
-    def add(self, count: int, *, work: float | None = None) -> None:
-        """Count finished items. work: their cost in the unit of `total_work`; None: one each."""
+    def add(self, count: int, *, work: float | None = None, tokens: int = 0) -> None:
+        """Count finished items. work: their cost in the unit of `total_work`; None: one each.
+        tokens: of the items, for the tokens per second."""
         self._bar.update(count)
+        self._tokens += tokens
+        if self._tokens:
+            self._bar.set_postfix_str(
+                f"{self._tokens / (time.monotonic() - self._began):,.0f} tokens/s"
+            )
         self._done += count
         self._done_work += count if work is None else work
 
@@ -57,6 +63,8 @@ class Progress:
         """Return the progress in words, with the remaining time if it can be estimated."""
         total = "" if self._total is None else f" of {self._total}"
         passed = f"{self._what}: {self._done}{total} {self._unit} in {duration(elapsed_s)}"
+        if self._tokens:
+            passed += f" ({self._tokens / max(elapsed_s, 1e-9):,.0f} tokens/s)"
         if self._total is None:
             return passed
         if not self._done_work:

@@ -190,11 +190,11 @@ def _tasks(corpus: Corpus, split: str, work: Path) -> Iterator[ChunkTask]:
             yield ChunkTask(file.source, number, None if is_finished(stem) else chunk, stem)
 
 
-def make_encoder(encoding: Encoding) -> Callable[[ChunkTask], tuple[int, Path]]:
-    """Return the function that writes a task's shard, and returns its file and stem."""
-    settings, encoder = encoding.settings, encoding.encoder
+def key_audits(encoding: Encoding) -> list[KeyAudit]:
+    """Return the account of read keys of each source."""
+    settings = encoding.settings
     template_keys = keys_in_template(encoding.chat_template or "")
-    accounts = [
+    return [
         KeyAudit(
             template_keys=template_keys,
             leave_out=settings.leave_out,
@@ -204,6 +204,15 @@ def make_encoder(encoding: Encoding) -> Callable[[ChunkTask], tuple[int, Path]]:
         )
         for group_by in encoding.group_by
     ]
+
+
+def beginning(
+    encoding: Encoding, accounts: Sequence[KeyAudit] | None = None
+) -> Callable[[int, Row], Begun]:
+    """Return the function that begins to encode a row of a source, by number. It raises
+    `RowError`."""
+    settings, encoder = encoding.settings, encoding.encoder
+    accounts = accounts or key_audits(encoding)
 
     def begin(source: int, row: Row) -> Begun:
         format, columns, keys = encoding.formats[source], encoding.columns[source], accounts[source]
@@ -223,6 +232,14 @@ def make_encoder(encoding: Encoding) -> Callable[[ChunkTask], tuple[int, Path]]:
         judged = to_judged(row.value, format=format, columns=columns, keys=keys, rated=rated)
         return Begun(begin_judged(encoder, judged))
 
+    return begin
+
+
+def make_encoder(encoding: Encoding) -> Callable[[ChunkTask], tuple[int, Path]]:
+    """Return the function that writes a task's shard, and returns its file and stem."""
+    accounts = key_audits(encoding)
+    begin = beginning(encoding, accounts)
+
     def encode(task: ChunkTask) -> tuple[int, Path]:
         if task.chunk is not None:
             encode_rows(
@@ -230,7 +247,7 @@ def make_encoder(encoding: Encoding) -> Callable[[ChunkTask], tuple[int, Path]]:
                 begin=partial(begin, task.source),
                 keys=accounts[task.source],
                 group_by=encoding.group_by[task.source],
-                seq_len=settings.seq_len,
+                seq_len=encoding.settings.seq_len,
                 overlong=encoding.overlong[task.source],
                 examples=encoding.examples,
                 stem=task.stem,

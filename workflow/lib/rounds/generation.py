@@ -1,0 +1,189 @@
+"""Sampling of answers by a loaded model, many at once.
+
+Each token is the inverse of the cumulated probabilities at a uniform number, which is a pure
+function of seed, prompt, number of the answer and position: rounding aside, neither batches nor
+processes nor restarts change an answer. Transformers' `generate` keeps the cache; the draw is a
+processor of its logits that leaves one token."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+from workflow.lib.distributed.work_sharing import is_sharded
+from workflow.lib.evaluation.batch_size import batches, fitting_batch_size, halving
+from workflow.lib.evaluation.questions import Model
+from workflow.lib.evaluation.sample_answers import left_padded
+from workflow.lib.model.layers.rotary_by_length import rotated_alike
+from workflow.lib.settings.rounds import AnswersConfig
+
+
+@dataclass(frozen=True)
+class Request:
+    """An answer to sample: the prompt's token ids, the answer's number, and the seed."""
+
+    prompt: Sequence[int]
+    number: int
+    seed: int
+
+    def uniforms(self, count: int) -> npt.NDArray[np.float64]:
+        """Return the numbers in [0, 1) by which its tokens are drawn."""
+        content = np.array([self.seed, self.number, *self.prompt], dtype="<i8").tobytes()
+        key = int.from_bytes(hashlib.blake2b(content, digest_size=16).digest(), "little")
+        return np.random.Generator(np.random.Philox(key=key)).random(count)
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Sampled token ids, with the one that ended them, and log p of each."""
+
+    ids: list[int]
+    log_probs: list[float]
+    stopped: bool
+
+
+@dataclass(frozen=True)
+class Ends:
+    """The ends of answers: tokens, and texts of the decoded answer."""
+
+    ids: Sequence[int]
+    texts: Sequence[str]
+    tokenizer: PreTrainedTokenizerBase
+
+    def ended(self, answer: Sequence[int]) -> bool:
+        """Return whether the last token of an answer ends it."""
+        if answer[-1] in self.ids:
+            return True
+        if not self.texts:
+            return False
+        last = list(answer[-4 * max(map(len, self.texts)) :])  # a character has up to 4 tokens
+        text = str(self.tokenizer.decode(last))
+        return any(end in text for end in self.texts)
+
+    def cut(self, row: list[int], log_probs: list[float]) -> Sampled:
+        """Return the answer at the begin of a row."""
+        end = next((n for n in range(1, len(row) + 1) if self.ended(row[:n])), None)
+        return Sampled(row[:end], log_probs[:end], end is not None)
+
+
+@dataclass
+class _EndTexts(StoppingCriteria):  # type: ignore[misc]
+    """Ends rows whose answer, behind the prompt of `prompt_tokens`, ends."""
+
+    ends: Ends
+    prompt_tokens: int
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: object) -> torch.Tensor:
+        rows = input_ids[:, self.prompt_tokens :].tolist()
+        ended = [self.ends.ended(row) for row in rows]
+        return torch.tensor(ended, dtype=torch.bool, device=input_ids.device)
+
+
+@dataclass
+class _Draw(LogitsProcessor):  # type: ignore[misc]
+    """Leaves the drawn token of each row. uniforms: (rows, positions)."""
+
+    uniforms: torch.Tensor
+    temperature: float
+    top_p: float
+    log_probs: list[torch.Tensor] = field(default_factory=list)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        uniform = self.uniforms[:, len(self.log_probs), None]
+        tokens = drawn_tokens(scores, uniform, temperature=self.temperature, top_p=self.top_p)
+        self.log_probs.append(scores.float().log_softmax(-1).gather(1, tokens)[:, 0])
+        return torch.full_like(scores, -torch.inf).scatter_(1, tokens, 0.0)
+
+
+def drawn_tokens(
+    logits: torch.Tensor, uniform: torch.Tensor, *, temperature: float, top_p: float
+) -> torch.Tensor:
+    """Return the tokens (rows, 1) at which the cumulated probabilities of logits (rows, vocabulary)
+    pass `uniform` (rows, 1), the likeliest first. top_p: the probability of those that count, of
+    which the last one reaches it."""
+    probabilities = (logits.double() / temperature).softmax(-1)
+    likeliest, order = probabilities.sort(dim=-1, descending=True, stable=True)
+    upto = likeliest.cumsum(-1)
+    counting = (upto - likeliest < top_p).sum(-1, keepdim=True)
+    mass = upto.gather(1, counting - 1)
+    places = torch.searchsorted(upto, uniform * mass, right=True)
+    return order.gather(1, torch.minimum(places, counting - 1))
+
+
+def sample(
+    model: Model,
+    requests: Sequence[Request],
+    settings: AnswersConfig,
+    *,
+    ends: Ends,
+    device: torch.device,
+    on_answers: Callable[[int, int], None],
+) -> list[Sampled]:
+    """Return an answer for each request. on_answers: called with the numbers of new answers and
+    tokens."""
+    if not requests:
+        return []
+    most = settings.max_new_tokens
+    lengths = [len(request.prompt) for request in requests]
+    alike = [rotated_alike(model.config, length, new_tokens=most) for length in lengths]
+    start = fitting_batch_size(
+        "auto", config=model.config, device=device, tokens=max(lengths) + most, keeps_cache=True
+    )
+    answers: dict[int, Sampled] = {}
+
+    def with_size(size: int) -> list[Sampled]:
+        for batch in batches(lengths, alike, size=size):
+            pending = [number for number in batch if number not in answers]
+            if pending:
+                rows = _batch(model, [requests[n] for n in pending], settings, ends, device)
+                answers.update(zip(pending, rows, strict=True))
+                on_answers(len(rows), sum(len(row.ids) for row in rows))
+        return [answers[number] for number in range(len(requests))]
+
+    what = "sampling of answers"
+    return halving(with_size, start=start, what=what, collective=is_sharded(model))
+
+
+@torch.no_grad()
+def _batch(
+    model: Model,
+    requests: Sequence[Request],
+    settings: AnswersConfig,
+    ends: Ends,
+    device: torch.device,
+) -> list[Sampled]:
+    most = settings.max_new_tokens
+    ids, mask = left_padded([list(request.prompt) for request in requests], device=device)
+    uniforms = np.stack([request.uniforms(most) for request in requests])
+    draw = _Draw(torch.from_numpy(uniforms).to(device), settings.temperature, settings.top_p)
+    output = model.generate(  # type: ignore[operator]
+        input_ids=ids,
+        attention_mask=mask,
+        generation_config=GenerationConfig(
+            do_sample=False,
+            num_beams=1,
+            repetition_penalty=1.0,
+            max_new_tokens=most,
+            eos_token_id=list(ends.ids) or None,
+            pad_token_id=ends.ids[0] if ends.ids else 0,
+        ),
+        logits_processor=LogitsProcessorList([draw]),
+        stopping_criteria=StoppingCriteriaList(
+            [_EndTexts(ends, ids.shape[1])] if ends.texts else []
+        ),
+        synced_gpus=False,
+    )
+    log_probs = torch.stack(draw.log_probs, dim=1).tolist()
+    rows = output[:, ids.shape[1] :].tolist()
+    return [ends.cut(*row) for row in zip(rows, log_probs, strict=True)]

@@ -1,0 +1,31 @@
+# Only for runs that train on sampled answers: those of the base with the adapter that the run starts from.
+rule sample_answers:
+    input:
+        settings=settings("sample_answers"),
+        tokens=from_run(layout.rows_files),
+        data=from_run(lambda run: inputs_in(layout.dataset_dir(run), layout.data_files(run))),
+        chat_template=from_run(lambda run: optional_input(run.data.chat_template)),
+        tokenizer=from_run(lambda run: local_inputs(layout.model_dir(run), TOKENIZER_PATTERNS)),
+        base=from_run(layout.base_dir),
+        start=from_run(start_files),
+    output:
+        directory("results/answers/{answers}"),
+    log:
+        "logs/sample_answers/{answers}.log",
+    benchmark:
+        "results/benchmarks/sample_answers/{answers}.tsv"
+    conda:
+        "../../envs/torch.yaml"
+    threads: cores
+    resources:
+        gpu=gpus_of_job,
+        mem_mb=requested("mem_mb", READING),
+        runtime=requested("runtime", READING),
+    params:
+        gpus=leased_gpus,
+        dataset=from_run(lambda run: made_or_own(layout.dataset_dir(run) or ".")),
+    shell:
+        "python -m workflow.scripts.lease_gpus --count {params.gpus} --log {log:q} --"
+        " python -m workflow.scripts.sample_answers --config {input.settings:q} --base {input.base:q}"
+        " --start {input.start:q} --tokens {input.tokens[0]:q} --tokenizer {input.tokenizer[0]:q}"
+        " --dataset {params.dataset:q} --output {output:q} --log {log:q}"
