@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerBase
+
 from workflow.lib.checkpoints.adapter import Adapter
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.tokenizer import load_tokenizer, num_usable_tokens
@@ -182,10 +184,13 @@ def requests_of(prompts: Sequence[AnsweredPrompt], settings: AnswersConfig) -> l
     ]
 
 
-def answer(tokenizer: object, sampled: Sampled) -> Answer:
-    text = tokenizer.decode(sampled.ids, skip_special_tokens=True)  # type: ignore[attr-defined]
-    finish = "stop" if sampled.stopped else "length"
-    return Answer(ids=sampled.ids, log_probs=sampled.log_probs, finish=finish, text=text)
+def answer(tokenizer: PreTrainedTokenizerBase, sampled: Sampled) -> Answer:
+    return Answer(
+        ids=sampled.ids,
+        log_probs=sampled.log_probs,
+        finish="stop" if sampled.stopped else "length",
+        text=str(tokenizer.decode(sampled.ids, skip_special_tokens=True)),
+    )
 
 
 if __name__ == "__main__":

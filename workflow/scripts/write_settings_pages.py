@@ -18,10 +18,12 @@ from pydantic.fields import FieldInfo
 from workflow.lib.settings.config import Config, RunConfig, Section
 from workflow.lib.settings.effects import Stage
 from workflow.lib.settings.errors_in_words import is_section
+from workflow.lib.settings.rounds import MOST_ROUNDS
 from workflow.lib.system.files import write_text
 from workflow.lib.system.gpu_models import MODELS, OTHER_EXAMPLE
 
 ROOT = Path(__file__).resolve().parents[2]
+ROUNDS = "Train this many rounds NAME-1, NAME-2, ..., each from the one before (docs/rewards.md)."
 SCHEMA = ROOT / "workflow" / "docs" / "config.schema.json"
 TABLE = ROOT / "workflow" / "docs" / "configuration.md"
 
@@ -33,8 +35,8 @@ All keys of [`config.yaml`](../../config.yaml) with type, bounds, default and ef
 [`workflow/lib/settings/config.py`](../lib/settings/config.py).
 
 Settings are checked before anything runs. An unknown key is an error. `runs.<name>` may override
-all settings except `report`. A stage reruns if its settings or files change, unless the
-section says otherwise.
+all settings except `report`; `rounds` there makes [rounds](rewards.md). A stage reruns if its
+settings or files change, unless the section says otherwise.
 
 [Choose settings](choose-settings.md) says which to change. The
 [quickstart](quickstart.md#1-a-config-for-your-model-file-and-gpus) writes a config for a file, or
@@ -91,6 +93,9 @@ def schema_json() -> str:
     schema = json_schema()
     run = json_schema(RunConfig)
     schema["$defs"]["RunConfig"] = {key: run[key] for key in run if key != "$defs"}
+    schema["$defs"]["RunConfig"]["properties"] |= {
+        "rounds": {"description": ROUNDS, "type": "integer", "minimum": 1, "maximum": MOST_ROUNDS}
+    }
     runs = schema["properties"]["runs"]
     runs["additionalProperties"] = {"anyOf": [{"$ref": "#/$defs/RunConfig"}, {"type": "null"}]}
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"

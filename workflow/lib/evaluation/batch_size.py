@@ -5,7 +5,7 @@ caught, and the batch halved. Rounding aside, no number depends on the batch siz
 
 import gc
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +22,13 @@ USABLE_SHARE = {"cuda": 0.8, "cpu": 0.5}  # of free memory; on a CPU other proce
 
 
 def fitting_batch_size(
-    setting: int | str, *, config: Any, device: torch.device, tokens: int, keeps_cache: bool = False
+    setting: int | str,
+    *,
+    config: Any,
+    device: torch.device,
+    tokens: int,
+    keeps_cache: bool = False,
+    largest: Mapping[str, int] = LARGEST,
 ) -> int:
     """Return the number of sequences of `tokens` tokens to try first: `setting`, or for `auto` the
     power of two that should fit. keeps_cache: generation, which keeps keys and values."""
@@ -30,7 +36,7 @@ def fitting_batch_size(
         return int(setting)
     row_bytes = tokens * token_bytes(config, keeps_cache=keeps_cache)
     fitting = int(USABLE_SHARE[device.type] * free_bytes(device)) // row_bytes
-    return max(1, min(LARGEST[device.type], 1 << max(0, fitting.bit_length() - 1)))
+    return max(1, min(largest[device.type], 1 << max(0, fitting.bit_length() - 1)))
 
 
 def token_bytes(config: Any, *, keeps_cache: bool) -> int:

@@ -28,6 +28,8 @@ from workflow.lib.evaluation.sample_answers import left_padded
 from workflow.lib.model.layers.rotary_by_length import rotated_alike
 from workflow.lib.settings.rounds import AnswersConfig
 
+LARGEST = {"cuda": 256, "cpu": 64}  # answers at once: a step of one token each is short
+
 
 @dataclass(frozen=True)
 class Request:
@@ -78,7 +80,7 @@ class Ends:
 
 
 @dataclass
-class _EndTexts(StoppingCriteria):  # type: ignore[misc]
+class _EndTexts(StoppingCriteria):
     """Ends rows whose answer, behind the prompt of `prompt_tokens`, ends."""
 
     ends: Ends
@@ -91,7 +93,7 @@ class _EndTexts(StoppingCriteria):  # type: ignore[misc]
 
 
 @dataclass
-class _Draw(LogitsProcessor):  # type: ignore[misc]
+class _Draw(LogitsProcessor):
     """Leaves the drawn token of each row. uniforms: (rows, positions)."""
 
     uniforms: torch.Tensor
@@ -138,7 +140,12 @@ def sample(
     lengths = [len(request.prompt) for request in requests]
     alike = [rotated_alike(model.config, length, new_tokens=most) for length in lengths]
     start = fitting_batch_size(
-        "auto", config=model.config, device=device, tokens=max(lengths) + most, keeps_cache=True
+        "auto",
+        config=model.config,
+        device=device,
+        tokens=max(lengths) + most,
+        keeps_cache=True,
+        largest=LARGEST,
     )
     answers: dict[int, Sampled] = {}
 

@@ -13,7 +13,7 @@ from typing import Any
 from workflow.lib.settings.rounds import RewardFunction
 from workflow.lib.system.errors import UserError
 
-Reward = Callable[[str, str, Mapping[str, Any]], Any]
+Reward = Callable[..., Any]  # of prompt, answer, row and its options
 NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 
 
@@ -48,7 +48,8 @@ def json_valid(
         return 0
     if schema is None:
         return 1
-    from jsonschema import Draft202012Validator  # of Snakemake's packages
+    # of Snakemake's packages
+    from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
 
     return int(Draft202012Validator(schema).is_valid(value))
 

@@ -118,7 +118,7 @@ class _Worker:
         context = multiprocessing.get_context("spawn")
         self._connection, other = context.Pipe()
         self._process = context.Process(
-            target=_serve, args=(other, self._settings, self._output, os.getpid()), daemon=True
+            target=_serve, args=(other, self._settings, self._output), daemon=True
         )
         self._process.start()
         other.close()
@@ -142,9 +142,9 @@ class _Worker:
         return self._output.read_text(errors="replace")[:200] if self._output.exists() else ""
 
 
-def _serve(connection: Connection, settings: RewardsConfig, output: Path, parent: int) -> None:
+def _serve(connection: Connection, settings: RewardsConfig, output: Path) -> None:
     """Answer calls until the connection closes."""
-    die_with_parent(parent)
+    die_with_parent(os.getppid())
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for standard in (1, 2):
         os.dup2(descriptor, standard)
@@ -154,7 +154,7 @@ def _serve(connection: Connection, settings: RewardsConfig, output: Path, parent
         connection.send(str(error))
         return
     connection.send(None)
-    bounds = {"max_seconds": settings.seconds, "max_bytes": int(settings.memory_gib * 2**30)}
+    bounds: Any = {"max_seconds": settings.seconds, "max_bytes": int(settings.memory_gib * 2**30)}
     while True:
         try:
             name, *arguments = connection.recv()

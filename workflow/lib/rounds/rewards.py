@@ -51,14 +51,6 @@ class Group:
         advantages: list[float] = differences.tolist()
         return advantages
 
-    @property
-    def best(self) -> Answer:
-        return self.answers[int(np.argmax(self.rewards))]
-
-    @property
-    def worst(self) -> Answer:
-        return self.answers[int(np.argmin(self.rewards))]
-
 
 def groups_of(
     prompts: Sequence[AnsweredPrompt], lines: Sequence[RewardLine], *, split: str

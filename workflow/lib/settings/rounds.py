@@ -22,9 +22,9 @@ class AnswersConfig(Section):
 
     per_prompt: int = Field(8, ge=2, le=1024)
     """Answers to a prompt."""
-    prompts_per_round: int = Field(64, ge=1, le=1_000_000)
+    prompts_per_round: int = Field(64, ge=1, le=65_536)
     """Prompts of a round: the next ones of the training rows, in an order by `seed`."""
-    heldout_prompts: int = Field(32, ge=1, le=100_000)
+    heldout_prompts: int = Field(32, ge=1, le=65_536)
     """Held-out prompts, the same in every round. Their rewards compare rounds; no run trains on
     them."""
     max_new_tokens: int = Field(256, ge=1, le=131_072)
@@ -39,9 +39,6 @@ class AnswersConfig(Section):
     """Seed of prompts and answers. Batches and restarts do not change an answer."""
     round: int = Field(1, ge=1, le=MOST_ROUNDS)
     """Number of the round, which decides its prompts; `rounds` sets it."""
-    server: Literal["none", "vllm"] = "none"
-    """Who samples: the workflow's own generation from the base of the training, or vLLM from the
-    original model with the adapter alone (`make serving`)."""
 
 
 class RewardFunction(Section):

@@ -1,10 +1,12 @@
-"""Tokens folders of `groups`: answers of a model to one prompt, with advantages.
+"""Tokens folders of sampled answers: `texts` (an answer to a prompt), `pairs` (the better one
+first), or `groups` (all answers, with advantages).
 
-They are made beside a folder of texts, whose held-out documents, tokenizer and chat template they
-keep. The answers' tokens are those that were sampled: no text is encoded again."""
+They are made beside a folder of texts, whose tokenizer and chat template they keep, and its
+held-out documents unless they are pairs. The answers' tokens are those that were sampled: no text
+is encoded again."""
 
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,10 +22,12 @@ from workflow.lib.data.tokens.token_store import (
     POSITIONS,
     REJECTS,
     TRUNCATED,
+    WEIGHTS,
     optional_files,
 )
-from workflow.lib.data.tokens.token_writer import Window, write_train
+from workflow.lib.data.tokens.token_writer import Window, write_heldout, write_train
 from workflow.lib.kernels.attention.document_lengths import grouped
+from workflow.lib.settings.objectives import Examples
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import (
     file_sha256,
@@ -60,28 +64,47 @@ def write_groups(
     seq_len: int,
     seed: int,
     tokenizer: PreTrainedTokenizerBase,
+    examples: Examples = "groups",
+    heldout: Sequence[Group] = (),
 ) -> Facts:
     """Write the tokens folder of groups into an empty folder; return its manifest. The answers of a
     group are neighbours in a row of `seq_len` tokens; a group too long for one continues in
-    another. texts: tokens folder of the prompts' rows. Raises `UserError` if an answer and its
-    prompt do not fit into a row."""
-    window = _window(groups, seq_len=seq_len, seed=seed)
+    another. texts: tokens folder of the prompts' rows. heldout: of pairs, the held-out ones. Raises
+    `UserError` if a document, or a pair, does not fit into a row."""
+    window = _window(groups, seq_len=seq_len, seed=seed, examples=examples)
     facts = read_checked_json(texts / MANIFEST)
     rows = write_train(
-        folder, [window], seq_len=seq_len, pad_token_id=facts["pad_token_id"], optional=OPTIONAL
+        folder,
+        [window],
+        seq_len=seq_len,
+        pad_token_id=facts["pad_token_id"],
+        optional=[*window.optional],
     )
-    for name in (*HELDOUT, REJECTS, TRUNCATED):
+    copied = [REJECTS, TRUNCATED]
+    heldout_facts = facts["splits"]["heldout"]
+    if examples == "pairs":
+        pairs = _window(heldout, seq_len=seq_len, seed=seed, examples=examples)
+        write_heldout(folder, [(pairs.ids, pairs.mask, pairs.lengths)])
+        sources = [{"source": heldout_facts["sources"][0]["source"], "documents": 2 * len(heldout)}]
+        heldout_facts = _split_facts(pairs, len(heldout)) | {"sources": sources}
+    else:
+        weights = WEIGHTS[1:] if examples == "texts" else ()
+        copied += [*HELDOUT, *(name for name in weights if name in facts["files"])]
+    for name in copied:
         shutil.copyfile(texts / name, folder / name)
     positions = np.load(folder / POSITIONS, mmap_mode="r", allow_pickle=False)
-    files = [*ARRAYS, *OPTIONAL, REJECTS, TRUNCATED]
     shown = [(group, answer) for group in groups[:SHOWN_GROUPS] for answer in group.answers[:2]]
     facts |= {
         "seq_len": seq_len,
-        "examples": "groups",
+        "examples": examples,
         "splits": {
-            "train": _train_facts(window, len(groups), rows=rows, seq_len=seq_len)
-            | {"lengths": grouped(row_lengths(positions))},
-            "heldout": facts["splits"]["heldout"],
+            "train": _split_facts(window, len(groups))
+            | {
+                "packed_rows": rows,
+                "fill": int(window.lengths.sum()) / (rows * seq_len),
+                "lengths": grouped(row_lengths(positions)),
+            },
+            "heldout": heldout_facts,
         },
         "samples": [segments(_document(group, answer), tokenizer) for group, answer in shown],
         "sample_origins": [
@@ -93,7 +116,7 @@ def write_groups(
             }
             for group, answer in shown
         ],
-        "files": {name: file_sha256(folder / name) for name in files},
+        "files": {path.name: file_sha256(path) for path in sorted(folder.iterdir())},
         "provenance": provenance(),
     }
     write_checked_json(folder / MANIFEST, facts)
@@ -105,7 +128,7 @@ def _document(group: Group, answer: Answer) -> tuple[npt.NDArray[np.uint32], npt
     return ids, np.arange(len(ids)) >= len(group.prompt)
 
 
-def _window(groups: Sequence[Group], *, seq_len: int, seed: int) -> Window:
+def _window(groups: Sequence[Group], *, seq_len: int, seed: int, examples: Examples) -> Window:
     documents = [_document(group, answer) for group in groups for answer in group.answers]
     answers = [answer for group in groups for answer in group.answers]
     lengths = np.array([len(ids) for ids, _ in documents])
@@ -118,7 +141,9 @@ def _window(groups: Sequence[Group], *, seq_len: int, seed: int) -> Window:
     log_probs = np.zeros(len(mask), dtype=np.float32)
     log_probs[mask] = np.concatenate([answer.log_probs for answer in answers])
     advantages = np.array([answer.advantage for answer in answers], dtype=np.float32)
-    sizes = np.array([size for group in groups for size in _parts(group, seq_len)])
+    parts = [_parts(group, seq_len) for group in groups]
+    sizes = np.array([size for group_parts in parts for size in group_parts])
+    assert examples == "groups" or len(sizes) == len(groups), "a pair fits into a row"
     firsts = np.cumsum(sizes) - sizes
     packing = pack(np.add.reduceat(lengths, firsts), seq_len=seq_len, seed=seed)
     return Window(
@@ -127,11 +152,13 @@ def _window(groups: Sequence[Group], *, seq_len: int, seed: int) -> Window:
         starts=np.cumsum(lengths) - lengths,
         lengths=lengths,
         packing=packing.units_to_documents(sizes),
-        optional=dict(zip(OPTIONAL, (np.repeat(advantages, lengths), log_probs), strict=True)),
+        optional=dict(zip(OPTIONAL, (np.repeat(advantages, lengths), log_probs), strict=True))
+        if examples == "groups"
+        else {},
     )
 
 
-def _parts(group: Group, seq_len: int) -> Iterable[int]:
+def _parts(group: Group, seq_len: int) -> list[int]:
     """Return how many answers of a group each of its rows has: as many as fit."""
     sizes, free = [0], seq_len
     for answer in group.answers:
@@ -146,19 +173,16 @@ def _parts(group: Group, seq_len: int) -> Iterable[int]:
     return sizes
 
 
-def _train_facts(window: Window, groups: int, *, rows: int, seq_len: int) -> Facts:
-    tokens = int(window.lengths.sum())
+def _split_facts(window: Window, groups: int) -> Facts:
     return {
         "rows_read": groups,
         "rows_kept": groups,
         "rows_dropped": 0,
         "documents": len(window.lengths),
         "truncated": 0,
-        "tokens": tokens,
+        "tokens": int(window.lengths.sum()),
         "trained_tokens": int(window.mask.sum()),
         "length_percentiles": percentiles(np.bincount(window.lengths)),
         "longest": [],
         "duplicates": 0,
-        "packed_rows": rows,
-        "fill": tokens / (rows * seq_len),
     }

@@ -1,0 +1,96 @@
+"""Drawing of tokens: the probabilities, and what an answer depends on."""
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chisquare
+
+from tests.support.tiny import VOCAB_SIZE
+from workflow.lib.checkpoints.checkpoint import Checkpoint
+from workflow.lib.export.stock_models import load_base
+from workflow.lib.rounds.generation import LARGEST, Ends, Request, drawn_tokens, sample
+from workflow.lib.settings.config import AnswersConfig
+
+LOGITS = torch.tensor([0.3, -1.0, 2.0, 0.0, 1.1, -3.0])
+DRAWS = 20_000
+
+
+def counts(**how):
+    uniform = torch.from_numpy(np.random.default_rng(0).random((DRAWS, 1)))
+    tokens = drawn_tokens(LOGITS.expand(DRAWS, -1), uniform, **how)
+    return np.bincount(tokens[:, 0].numpy(), minlength=len(LOGITS))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 3.0])
+def test_tokens_are_drawn_with_the_models_probabilities(temperature):
+    expected = DRAWS * (LOGITS.double() / temperature).softmax(-1).numpy()
+    assert chisquare(counts(temperature=temperature, top_p=1.0), expected).pvalue > 0.001
+
+
+def test_least_probable_tokens_are_left_out_and_the_others_keep_their_ratios():
+    """The likeliest three have 0.57 + 0.23 + 0.10: two of them do not reach 0.85."""
+    drawn = counts(temperature=1.0, top_p=0.85)
+    kept = LOGITS.double().softmax(-1).topk(3)
+    assert set(np.flatnonzero(drawn)) == set(kept.indices.tolist())
+    expected = DRAWS * kept.values / kept.values.sum()
+    assert chisquare(drawn[kept.indices], expected.numpy()).pvalue > 0.001
+
+
+def test_largest_uniform_draws_a_token_that_counts():
+    uniform = torch.full((1, 1), np.nextafter(1.0, 0.0), dtype=torch.float64)
+    assert drawn_tokens(LOGITS[None], uniform, temperature=1.0, top_p=1.0).item() == 5
+
+
+@pytest.fixture(scope="module")
+def model(tiny_base):
+    options = {"device": torch.device("cpu"), "compute_dtype": torch.float32, "attention": "sdpa"}
+    return load_base(Checkpoint(tiny_base), **options)
+
+
+def requests(count):
+    prompts = [[5, 6, 7], [9, 3], [4, 4, 4, 8, 11]]
+    return [Request(prompts[n % 3], n // 3, seed=3) for n in range(count)]
+
+
+def sampled(model, asked, **settings):
+    return sample(
+        model,
+        asked,
+        AnswersConfig(max_new_tokens=6, **settings),
+        ends=Ends([2], (), None),
+        device=torch.device("cpu"),
+        on_answers=lambda answers, tokens: None,
+    )
+
+
+def test_answers_depend_neither_on_their_batch_nor_on_their_order(model):
+    asked = requests(LARGEST["cpu"] + 5)
+    together = sampled(model, asked)
+    alone = [sampled(model, [one])[0] for one in reversed(asked)][::-1]
+    assert [answer.ids for answer in together] == [answer.ids for answer in alone]
+    assert len({tuple(answer.ids) for answer in together}) > len(asked) / 2
+    assert all(0 <= token < VOCAB_SIZE for answer in together for token in answer.ids)
+
+
+def test_other_seeds_and_numbers_give_other_answers(model):
+    first, other_number, other_seed = (
+        Request([5, 6, 7], n, s) for n, s in ((0, 0), (1, 0), (0, 1))
+    )
+    answers = sampled(model, [first, other_number, other_seed, first])
+    assert answers[0] == answers[3]
+    assert len({tuple(answer.ids) for answer in answers}) == 3
+
+
+class Letters:
+    """A tokenizer whose tokens are letters."""
+
+    def decode(self, ids):
+        return "".join(chr(ord("a") + token % 26) for token in ids)
+
+
+def test_text_ends_an_answer_at_the_token_that_completes_it():
+    ends = Ends([2], ("cd",), Letters())
+    answer = ends.cut([0, 1, 28, 29, 4], [0.0] * 5)
+    assert (answer.ids, answer.stopped) == ([0, 1, 28, 29], True)
+    assert ends.cut([0, 1, 2, 9], [0.0] * 4).ids == [0, 1, 2]
+    assert not ends.cut([0, 1, 3], [0.0] * 3).stopped
