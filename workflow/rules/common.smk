@@ -288,6 +288,21 @@ def local_inputs(folder, patterns=MODEL_PATTERNS):
     return inputs_in(folder, layout.local_files(folder, patterns))
 
 
+def tokenizer_files(run):
+    """Return the tokenizer's files as inputs."""
+    return local_inputs(layout.model_dir(run), TOKENIZER_PATTERNS)
+
+
+def data_inputs(run):
+    """Return the data files as inputs, of a hub dataset its folder."""
+    return inputs_in(layout.dataset_dir(run), layout.data_files(run))
+
+
+def dataset_folder(run):
+    """Return the folder in which the data's paths begin."""
+    return made_or_own(layout.dataset_dir(run) or ".")
+
+
 def model_files(run):
     """Return the base model's files as inputs."""
     return local_inputs(layout.model_dir(run))

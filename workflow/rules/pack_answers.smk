@@ -5,10 +5,8 @@ rule pack_answers:
         tokens=from_run(layout.rows_files),
         answers=from_run(layout.answers_dir),
         rewards=from_run(layout.rewards_file),
-        earlier=from_run(
-            lambda run: [layout.rewards_file(earlier) for earlier in layout.earlier_rounds(run)]
-        ),
-        tokenizer=from_run(lambda run: local_inputs(layout.model_dir(run), TOKENIZER_PATTERNS)),
+        earlier=from_run(layout.earlier_rewards),
+        tokenizer=from_run(tokenizer_files),
     output:
         manifest="results/tokens/{packed}/manifest.json",
         arrays=expand("results/tokens/{{packed}}/{file}", file=layout.ARRAYS),

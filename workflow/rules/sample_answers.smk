@@ -3,9 +3,9 @@ rule sample_answers:
     input:
         settings=settings("sample_answers"),
         tokens=from_run(layout.rows_files),
-        data=from_run(lambda run: inputs_in(layout.dataset_dir(run), layout.data_files(run))),
+        data=from_run(data_inputs),
         chat_template=from_run(lambda run: optional_input(run.data.chat_template)),
-        tokenizer=from_run(lambda run: local_inputs(layout.model_dir(run), TOKENIZER_PATTERNS)),
+        tokenizer=from_run(tokenizer_files),
         base=from_run(layout.base_dir),
         start=from_run(start_files),
     output:
@@ -23,7 +23,7 @@ rule sample_answers:
         runtime=requested("runtime", READING),
     params:
         gpus=leased_gpus,
-        dataset=from_run(lambda run: made_or_own(layout.dataset_dir(run) or ".")),
+        dataset=from_run(dataset_folder),
     shell:
         "python -m workflow.scripts.lease_gpus --count {params.gpus} --log {log:q} --"
         " python -m workflow.scripts.sample_answers --config {input.settings:q} --base {input.base:q}"

@@ -10,7 +10,7 @@ rule score_tokens:
         arrays=from_run(layout.token_arrays),
         base=lambda w: SCORES[w.scores].base or [],
         model=lambda w: inputs_in(SCORES[w.scores].model, SCORES[w.scores].files),
-        tokenizer=from_run(lambda run: local_inputs(layout.model_dir(run), TOKENIZER_PATTERNS)),
+        tokenizer=from_run(tokenizer_files),
     output:
         directory("results/scores/{scores}"),
     log:

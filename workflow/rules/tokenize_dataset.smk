@@ -1,8 +1,8 @@
 rule tokenize_dataset:
     input:
         settings=settings("tokenize_dataset"),
-        data=from_run(lambda run: inputs_in(layout.dataset_dir(run), layout.data_files(run))),
-        tokenizer=from_run(lambda run: local_inputs(layout.model_dir(run), TOKENIZER_PATTERNS)),
+        data=from_run(data_inputs),
+        tokenizer=from_run(tokenizer_files),
         chat_template=from_run(lambda run: optional_input(run.data.chat_template)),
     output:
         manifest="results/tokens/{tokens}/manifest.json",
@@ -18,7 +18,7 @@ rule tokenize_dataset:
     params:
         free_settings=free_settings("tokenize_dataset"),
         folder=subpath(output.manifest, parent=True),
-        dataset=from_run(lambda run: made_or_own(layout.dataset_dir(run) or ".")),
+        dataset=from_run(dataset_folder),
     shell:
         "python -m workflow.scripts.tokenize_dataset --config {input.settings:q} {params.free_settings:q}"
         " --dataset {params.dataset:q} --tokenizer {input.tokenizer[0]:q}"

@@ -67,6 +67,10 @@ if __name__ == "__main__":
     parser.add_argument("--answers", type=Path, required=True, help="folder of the answers")
     parser.add_argument("--rewards", type=Path, required=True, help="their rewards")
     parser.add_argument(
-        "--earlier", type=Path, nargs="*", help="rewards of the rounds before, the last one first"
+        "--earlier",
+        type=Path,
+        nargs="*",
+        default=[],
+        help="rewards of the rounds before, the last one first",
     )
     run(main, parser)

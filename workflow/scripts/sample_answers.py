@@ -74,7 +74,7 @@ def work(args: argparse.Namespace, process: Process) -> None:
     check_recorded(recorded, world=process.world, moved=process.pulse.moved)
     with main_first(process.world):
         prompts = find_prompts(args, tokens, settings)
-        chosen = prompts.of_round()
+        chosen = prompts.chosen()
     model_files = {f"{file.folder.name}/{file.name}": file.sha256 for file in files}
     options = load_options(
         Checkpoint(args.base),

@@ -124,15 +124,15 @@ def first_rewards(run: RunConfig) -> list[str]:
     return [] if first is run or rounds else [rewards_file(first)]
 
 
-def earlier_rounds(run: RunConfig) -> list[RunConfig]:
-    """Return the rounds before a run whose rewards decide with its own whether it stops, the last
-    one first."""
+def earlier_rewards(run: RunConfig) -> list[str]:
+    """Return the rewards of the rounds before a run that decide with its own whether it stops, the
+    last one first."""
     rounds: list[RunConfig] = []
     start = run.start
     while start is not None and start.samples and len(rounds) < run.rewards.stop_after_equal - 1:
         rounds.append(start)
         start = start.start
-    return rounds
+    return [rewards_file(earlier) for earlier in rounds]
 
 
 def base_key(run: RunConfig) -> str:

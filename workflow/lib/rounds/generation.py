@@ -119,8 +119,8 @@ def drawn_tokens(
     upto = likeliest.cumsum(-1)
     counting = (upto - likeliest < top_p).sum(-1, keepdim=True)
     mass = upto.gather(1, counting - 1)
-    places = torch.searchsorted(upto, uniform * mass, right=True)
-    return order.gather(1, torch.minimum(places, counting - 1))
+    drawn = torch.searchsorted(upto, uniform * mass, right=True)
+    return order.gather(1, torch.minimum(drawn, counting - 1))
 
 
 def sample(

@@ -45,13 +45,13 @@ class Prompts:
         self._heldout = {_cut(document).tobytes() for document in tokens.heldout_documents()}
         self.left_out: Counter[str] = Counter()
 
-    def of_round(self) -> list[AnsweredPrompt]:
+    def chosen(self) -> list[AnsweredPrompt]:
         """Return the round's training prompts, then the held-out ones. Raises `UserError` if one
         of both has none."""
-        chosen = [*self._train(), *self._heldout_prompts()]
+        prompts = [*self._train(), *self._heldout_prompts()]
         reasons = ", ".join(f"{count}: {reason}" for reason, count in self.left_out.most_common(3))
         for split in ("train", "heldout"):
-            if not any(prompt.split == split for prompt in chosen):
+            if not any(prompt.split == split for prompt in prompts):
                 raise setting_error(
                     "answers.round",
                     self._settings.round,
@@ -59,12 +59,12 @@ class Prompts:
                     "Give rows with a prompt and an answer (columns prompt and completion, or "
                     "messages), raise data.seq_len, or lower answers.max_new_tokens",
                 )
-        return chosen
+        return prompts
 
     def _train(self) -> Iterator[AnsweredPrompt]:
         rows = self._rows("train")
         count = min(self._settings.prompts_per_round, len(rows))
-        for number in _places(self._settings, len(rows), count=count):
+        for number in _row_numbers(self._settings, len(rows), count=count):
             try:
                 yield self._prompt("train", rows[number], wants_heldout=False)
             except RowError as error:
@@ -127,12 +127,12 @@ def _cut(document: Document) -> Any:
     return np.ascontiguousarray(ids[: int(gaps[-1]) + 1], dtype=np.uint32)
 
 
-def _places(settings: AnswersConfig, rows: int, *, count: int) -> Iterator[int]:
+def _row_numbers(settings: AnswersConfig, rows: int, *, count: int) -> Iterator[int]:
     """Yield the numbers of a round's rows: every round takes the next ones of a shuffled pass."""
     first = (settings.round - 1) * count
     orders: dict[int, Any] = {}
-    for place in range(first, first + count):
-        number, at = divmod(place, rows)
+    for position in range(first, first + count):
+        number, at = divmod(position, rows)
         if number not in orders:
             orders[number] = drawn(rows, total=rows, seed=[settings.seed, number])
         yield int(orders[number][at])

@@ -28,9 +28,11 @@ def last_number(prompt: str, answer: str, row: Mapping[str, Any], *, column: str
 def boxed(prompt: str, answer: str, row: Mapping[str, Any], *, column: str = "answer") -> int:
     r"""Return 1 if the last \boxed{...} of the answer has the content of the row's column, or of
     the last one there. Blanks do not count, and equal numbers are equal."""
-    given, wanted = _last_box(answer), str(row[column])
+    answered, wanted = _last_box(answer), str(row[column])
     inner = _last_box(wanted)
-    return int(given is not None and _plain(given) == _plain(wanted if inner is None else inner))
+    return int(
+        answered is not None and _plain(answered) == _plain(wanted if inner is None else inner)
+    )
 
 
 def regex(prompt: str, answer: str, row: Mapping[str, Any], *, pattern: str) -> int:
@@ -115,8 +117,8 @@ def _last_box(text: str) -> str | None:
     if start < 0:
         return None
     depth, first = 1, start + len("\\boxed{")
-    for place in range(first, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
+    for end in range(first, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
         if not depth:
-            return text[first:place]
+            return text[first:end]
     return None

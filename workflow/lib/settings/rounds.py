@@ -122,7 +122,7 @@ def _has_rounds(override: Any) -> bool:
 
 
 def _rounds(name: str, override: Mapping[str, Any]) -> dict[str, Any]:
-    rounds, rest = override["rounds"], {k: v for k, v in override.items() if k != "rounds"}
+    rounds, shared = override["rounds"], {k: v for k, v in override.items() if k != "rounds"}
     if type(rounds) is not int or not 1 <= rounds <= MOST_ROUNDS:
         bound = f"it must be a whole number, 1 to {MOST_ROUNDS}"
         raise setting_error(f"runs.{name}.rounds", rounds, bound, "Correct it")
@@ -130,5 +130,5 @@ def _rounds(name: str, override: Mapping[str, Any]) -> dict[str, Any]:
     for number in range(1, rounds + 1):
         start = {} if number == 1 else {"start_from": f"{name}-{number - 1}"}
         sections = {"train": start, "answers": {"round": number}}
-        runs[f"{name}-{number}"] = merge(rest, sections)
+        runs[f"{name}-{number}"] = merge(shared, sections)
     return runs
