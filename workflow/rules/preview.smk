@@ -9,7 +9,7 @@ rule preview:
                 ]
             },
         ),
-        manifests=[manifest(run) for run in RUNS_OF["tokens"].values()],
+        manifests=[planned_manifest(run) for run in RUNS_OF["tokens"].values()],
     log:
         "logs/preview/preview.log",
     conda:
