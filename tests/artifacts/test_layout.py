@@ -6,6 +6,7 @@ from typing import Any, get_args
 import pytest
 
 from workflow.lib.artifacts.layout import (
+    answers_key,
     base_dir,
     base_key,
     calibration_text,
@@ -14,18 +15,23 @@ from workflow.lib.artifacts.layout import (
     data_files,
     dataset_dir,
     dataset_key,
+    earlier_rewards,
     fingerprint,
+    first_rewards,
     free_report_settings,
     free_settings,
     model_dir,
     model_key,
     report_settings,
+    rewards_file,
+    rewards_key,
     settings_path,
     stage_settings,
     token_arrays,
     tokens_dir,
     tokens_key,
 )
+from workflow.lib.artifacts.starts import with_starts
 from workflow.lib.settings.config import (
     HardwareConfig,
     ReportConfig,
@@ -182,7 +188,7 @@ def test_objectives_of_the_same_examples_share_tokens():
 
 # What follows from other settings: which examples there are, and which models are measured.
 FOLLOWS = {
-    ("train", "objective"): {"tokenize_dataset", "evaluate_run"},
+    ("train", "objective"): {"tokenize_dataset", "pack_answers", "evaluate_run"},
     ("train", "start_from"): {"evaluate_run"},
     ("preferences", "reference"): {"evaluate_run"},
     ("export", "merged"): {"evaluate_run", "check_served"},
@@ -225,7 +231,8 @@ def test_checkpoints_continue_unless_an_edit_trains_again():
             trains.add((name, key))
     label = {("model", "name")}
     of_identity = {("model", "source"), ("model", "revision")}
-    assert changed == trains - label | of_identity
+    sampled = {("rewards", "functions")}  # with them a run trains on sampled answers
+    assert changed == trains - label | of_identity | sampled
 
 
 def test_setting_without_what_it_needs_affects_nothing():
@@ -327,3 +334,59 @@ def test_report_receives_the_settings_that_make_the_same_runs_again():
     received = merge(report_settings(report, runs), free_report_settings(runs))
     assert received["runs"] == {"a": {"lora": {"r": 4}}, "b": {"train": {"seed": 7}}}
     assert load_config(received) == (report, runs)
+
+
+def rounds(**changes):
+    """Return the keys of answers, rewards and tokens of three rounds of best answers."""
+    document = {
+        "model": {"source": "owner/name"},
+        "data": HUB_DATA,
+        "answers": {"max_new_tokens": 64},
+        "runs": {"r": {"rounds": 3, "rewards": {"functions": {"a": {"function": "length"}}}}},
+    }
+    runs = with_starts(load_config(merge(document, changes))[1])
+    return [(answers_key(run), rewards_key(run), tokens_key(run)) for run in runs.values()]
+
+
+def changed_rounds(**changes):
+    """Return by round which keys of answers, rewards and tokens changes make others."""
+    pairs = zip(rounds(), rounds(**changes), strict=True)
+    return [[a != b for a, b in zip(*round_keys, strict=True)] for round_keys in pairs]
+
+
+ALL, NONE = [True] * 3, [False] * 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "first"),
+    [
+        ({"train": {"learning_rate": 0.5}}, NONE),
+        ({"answers": {"temperature": 0.5}}, ALL),
+        ({"runs": {"r": {"rewards": {"functions": {"a": {"weight": 2.0}}}}}}, [False, True, True]),
+        ({"runs": {"r": {"rewards": {"stop_after_equal": 2}}}}, [False, False, True]),
+        ({"data": {"seed": 1}}, ALL),
+    ],
+    ids=["learning rate", "temperature", "reward", "packing", "prompts"],
+)
+def test_later_rounds_follow_every_edit_and_the_first_its_own_stages(changes, first):
+    assert changed_rounds(**changes) == [first, ALL, ALL]
+
+
+def test_no_edit_of_evaluation_or_number_of_rounds_changes_a_round():
+    assert changed_rounds(evaluate={"samples": 1}) == [NONE] * 3
+    more = {"runs": {"r": {"rounds": 5}}}
+    assert rounds(**more)[:3] == rounds()
+
+
+def test_first_round_and_the_rounds_before_are_those_of_the_chain():
+    document = {
+        "data": HUB_DATA,
+        "answers": {"max_new_tokens": 64},
+        "rewards": {"functions": {"a": {"function": "length"}}, "stop_after_equal": 3},
+        "runs": {"r": {"rounds": 4}},
+    }
+    runs = with_starts(load_config(document)[1])
+    files = [rewards_file(run) for run in runs.values()]
+    assert [first_rewards(run) for run in runs.values()] == [[], *([files[0]] for _ in range(3))]
+    assert earlier_rewards(runs["r-4"]) == [files[2], files[1]]
+    assert earlier_rewards(runs["r-2"]) == [files[0]]

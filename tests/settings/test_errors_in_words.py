@@ -197,7 +197,7 @@ def test_key_that_yaml_reads_as_a_number_is_refused():
         (
             {"a": {"runs": {}}},
             "runs.a.runs: there is no such key. Valid keys: model, data, quantize, lora, train, "
-            "preferences, distill, grpo, hardware, tracking, export, evaluate.",
+            "preferences, distill, grpo, answers, rewards, hardware, tracking, export, evaluate.",
         ),
         (
             {"a": {"report": {"title": "x"}}},

@@ -15,6 +15,7 @@ from workflow.lib.rounds.answers import read_answers
 from workflow.lib.rounds.packing import check_signal, trained_groups
 from workflow.lib.rounds.rewards import RewardLine, groups_of
 from workflow.lib.settings.config import DataConfig, RewardsConfig
+from workflow.lib.settings.objectives import Examples
 from workflow.lib.system.checksums import check_files
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import new_folder
@@ -23,7 +24,8 @@ from workflow.scripts.command import logger, run, stage_parser
 
 def main(args: argparse.Namespace) -> None:
     settings = RewardsConfig.model_validate(args.config["rewards"])
-    data, examples = DataConfig.model_validate(args.config["data"]), args.config["examples"]
+    data = DataConfig.model_validate(args.config["data"])
+    examples: Examples = args.config.get("examples", "texts")
     check_files(recorded_arrays(args.tokens, TokenStore.open(args.tokens).manifest))
     prompts = read_answers(args.answers)
     rounds = [read_records(path, RewardLine) for path in (args.rewards, *args.earlier)]

@@ -99,8 +99,14 @@ def rows_key(run: RunConfig) -> str:
 
 def _examples_asked(run: RunConfig) -> dict[str, Any]:
     """Return the kind of a run's examples in its data, if they are not texts, as prompts are."""
+    own = needs_of(run.train.objective).examples in PAIRED and not run.samples
+    return _examples_trained(run) if own else {}
+
+
+def _examples_trained(run: RunConfig) -> dict[str, Any]:
+    """Return the kind of a run's examples, if they are not texts."""
     examples = needs_of(run.train.objective).examples
-    return {"examples": examples} if examples in PAIRED and not run.samples else {}
+    return {} if examples == "texts" else {"examples": examples}
 
 
 def answers_key(run: RunConfig) -> str:
@@ -373,7 +379,7 @@ def _consequences(stage: str, run: RunConfig) -> dict[str, Any]:
     if stage == "tokenize_dataset":
         return _examples_asked(run)
     if stage == "pack_answers":
-        return {"examples": needs_of(run.train.objective).examples}
+        return _examples_trained(run)
     return {"lineage": lineage(run)} if stage == "finetune" and run.train.start_from else {}
 
 
