@@ -93,7 +93,7 @@ def packed(*lengths):
             ids,
             places,
             mask,
-            weights=(places % 3 / 2).astype(np.float32),
+            by_token={"weights": (places % 3 / 2).astype(np.float32)},
             device=torch.device("cpu"),
         ),
         row_keys=torch.zeros(1, dtype=torch.int64),
