@@ -1,7 +1,6 @@
 """A worker of the benchmark: one case by a peer, TRL. `benchmark_run` starts it."""
 
 import argparse
-from pathlib import Path
 
 from workflow.lib.distributed.world import die_with_launcher
 from workflow.scripts.command import run, stage_parser
@@ -15,7 +14,4 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = stage_parser(__doc__, config_required=False)
-    parser.add_argument("--job", type=Path, required=True, help="file of the case")
-    parser.add_argument("--output", type=Path, required=True, help="folder of the record")
-    run(main, parser)
+    run(main, stage_parser(__doc__, needs="job output", config_required=False))

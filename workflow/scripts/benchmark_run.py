@@ -248,7 +248,7 @@ def first_line(error: BaseException) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    arguments = stage_parser(__doc__, config_required=False)
+    arguments = stage_parser(__doc__, needs="output", takes="job", config_required=False)
     arguments.add_argument(
         "--configfile", type=Path, help="section benchmark, YAML; without, the defaults"
     )
@@ -271,8 +271,6 @@ def parser() -> argparse.ArgumentParser:
     arguments.add_argument(
         "--bases", type=Path, default=Path("results/benchmark/bases"), help="random bases, kept"
     )
-    arguments.add_argument("--output", type=Path, required=True, help="measurements, JSON Lines")
-    arguments.add_argument("--job", type=Path, help="of a worker: what it does")
     return arguments
 
 

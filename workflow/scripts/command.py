@@ -60,22 +60,32 @@ class Settings(argparse.Action):
         setattr(namespace, self.dest, settings)
 
 
-# Options of several stages: their kind, and what they name.
+# Options of stages: their kind, and what they name.
 OPTIONS: dict[str, tuple[type, str]] = {
     "adapter": (Folder, "folder of the exported adapter"),
     "adapter_config": (Path, "adapter_config.json"),
+    "archive": (Path, "folder of finished parts"),
     "base": (Folder, "folder of the NF4 base"),
+    "card": (Path, "the model card"),
     "chat_template": (str, "Jinja file; default: the tokenizer's own template"),
     "checkpoints": (Path, "folder of the run's checkpoints, kept between invocations"),
+    "comparison": (Path, "the comparison beside the output"),
     "converter": (Folder, "folder of llama.cpp's converters; default: export.llama_cpp"),
+    "description": (Path, "description of the model, made anew where it is not there"),
     "evaluation": (Path, "folder of the run's evaluation"),
+    "finetune": (Folder, "folder of the finetune stage"),
+    "folder": (Folder, "folder to upload"),
+    "job": (Path, "file of a worker's cases"),
     "manifest": (Path, "manifest.json of the tokens"),
     "model": (Folder, "folder of the original model"),
     "output": (Path, "file or folder to write"),
     "parity": (Path, "parity.json of the export"),
+    "preflight": (Path, "preflight.json with the plan"),
     "python": (Path, "Python of vLLM"),
     "run": (str, "name of the run"),
+    "runs_dir": (Path, "folder with a folder a run"),
     "scores": (Folder, "folder of the scores of the tokens, by a reference or a teacher"),
+    "sensitivities": (Path, "sensitivities of the model's linears, for quantize.keep: auto"),
     "served": (Path, "served.json of the run"),
     "start": (Folder, "folder of the adapter that the run continues"),
     "step": (int, "step of the checkpoint"),

@@ -32,7 +32,7 @@ from workflow.lib.system.artifact_files import read_artifact
 from workflow.lib.system.checksums import RecordedFile, listed_files
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import new_folder, write_checked_json, write_checksums
-from workflow.scripts.command import Folder, logger, run, stage_parser
+from workflow.scripts.command import logger, run, stage_parser
 
 
 def main(args: argparse.Namespace) -> None:
@@ -113,8 +113,4 @@ def merge(
 
 
 if __name__ == "__main__":
-    parser = stage_parser(__doc__, needs="base model manifest output")
-    parser.add_argument(
-        "--finetune", action=Folder, nargs="+", required=True, help="folder of the finetune stage"
-    )
-    run(main, parser)
+    run(main, stage_parser(__doc__, needs="finetune base model manifest output"))

@@ -6,9 +6,7 @@ folder `--output`, and the comparison."""
 
 import argparse
 import gc
-import logging
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,9 +27,7 @@ from workflow.lib.system.checksums import listed_files
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import new_folder, write_checked_json
 from workflow.lib.system.number_formats import size
-from workflow.scripts.command import run, stage_parser
-
-logger = logging.getLogger("workflow")
+from workflow.scripts.command import logger, run, stage_parser
 
 DOCUMENTS, SEED = 64, 0
 
@@ -99,7 +95,6 @@ def compared(
 
 
 if __name__ == "__main__":
-    parser = stage_parser(__doc__, needs="merged parity tokens output")
+    parser = stage_parser(__doc__, needs="merged parity tokens output comparison")
     parser.add_argument("--form", choices=CONVERTED, required=True, help="the format")
-    parser.add_argument("--comparison", type=Path, required=True, help="JSON, beside the folder")
     run(main, parser)

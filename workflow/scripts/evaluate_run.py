@@ -11,7 +11,6 @@ each of `evaluate.subjects` into the folder `--output`. Works without a network 
 import argparse
 import os
 import sys
-from pathlib import Path
 
 from workflow.lib.evaluation.task_files import environment
 from workflow.lib.settings.config import EvaluateConfig
@@ -73,8 +72,7 @@ def main(args: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     optional = " ".join(["model start scores chat_template", *EXPORTS])
-    parser = stage_parser(__doc__, needs="run base adapter tokens output", takes=optional)
-    parser.add_argument("--archive", type=Path, required=True, help="folder of finished parts")
+    parser = stage_parser(__doc__, needs="run base adapter tokens archive output", takes=optional)
     parser.add_argument(
         "--stream-original", action="store_true", help="read it layer by layer; of a new start"
     )

@@ -41,11 +41,8 @@ def tracking_settings(config: Mapping[str, Any]) -> TrackingConfig:
 
 def command_line(description: str | None) -> argparse.ArgumentParser:
     """Return the parser of the stage's options, which its workers get too."""
-    needs = "run base tokens checkpoints output"
+    needs = "run base tokens preflight checkpoints output"
     parser = stage_parser(description, needs=needs, takes="scores start")
-    parser.add_argument(
-        "--preflight", type=Path, required=True, help="preflight.json with the plan"
-    )
     parser.add_argument(
         "--tracking", type=Path, default=Path("results"), help="folder of the live view"
     )

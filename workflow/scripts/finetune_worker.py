@@ -338,7 +338,9 @@ def save_or_stop(state: RunState, *, step: int, stop_requested: bool, tokens: Pa
                 clock=state.journal.clock,
             )
     if stopping and not last:
-        stop_as_asked(state.writer, step=step, num_steps=state.num_steps)
+        state.writer.wait()
+        logger.info("stopped after step %d of %d as asked; checkpoint saved", step, state.num_steps)
+        sys.exit(os.EX_TEMPFAIL)  # for a repeated run
 
 
 def progress_bar(run: str, *, done: int, num_steps: int, world: World) -> "tqdm[NoReturn]":
@@ -360,13 +362,6 @@ def select_adapter(model: TrainingModel, best: BestAdapter | None, *, last_step:
     best.load_(model.training)
     logger.info("the adapter of step %d has the lowest held-out loss, %.4f", best.step, best.loss)
     return best.step
-
-
-def stop_as_asked(writer: CheckpointWriter, *, step: int, num_steps: int) -> NoReturn:
-    """Wait for the checkpoint of `step`, and exit with the status for a repeated run."""
-    writer.wait()
-    logger.info("stopped after step %d of %d as asked; checkpoint saved", step, num_steps)
-    sys.exit(os.EX_TEMPFAIL)
 
 
 def shown(

@@ -304,26 +304,10 @@ def command_of(args: argparse.Namespace, **answer: object) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    arguments = stage_parser(__doc__, config_required=False)
+    takes = "run description base sensitivities output"
+    arguments = stage_parser(__doc__, takes=takes, config_required=False)
     arguments.add_argument(
         "--model", help="description, folder, or (by hand) config.json or hub id"
-    )
-    arguments.add_argument(
-        "--description", type=Path, help="that of the folder, made anew where it is not there"
-    )
-    arguments.add_argument("--output", type=Path, help="preflight.json to write")
-    arguments.add_argument("--run", help="name of the run")
-    arguments.add_argument(
-        "--sensitivities",
-        nargs="?",
-        type=Path,
-        help="of the model's linears, for quantize.keep: auto",
-    )
-    arguments.add_argument(
-        "--base",
-        nargs="?",
-        type=Path,
-        help="folder of the base, if quantize.keep: auto has made it",
     )
     arguments.add_argument(
         "--brief",

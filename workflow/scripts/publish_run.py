@@ -6,7 +6,6 @@ repository is private unless `export.hub_public` is set; an existing one keeps i
 token is `HF_TOKEN`, or that of `hf auth login`. Writes `published.json`."""
 
 import argparse
-from pathlib import Path
 
 from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.records import Parity
@@ -17,7 +16,7 @@ from workflow.lib.settings.config import ExportConfig
 from workflow.lib.system.checksums import check_files, listed_files
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import provenance, write_checked_json
-from workflow.scripts.command import Folder, logger, run, stage_parser
+from workflow.scripts.command import logger, run, stage_parser
 
 
 def main(args: argparse.Namespace) -> None:
@@ -44,9 +43,4 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = stage_parser(__doc__, needs="run summary parity output")
-    parser.add_argument(
-        "--folder", action=Folder, nargs="+", required=True, help="folder to upload"
-    )
-    parser.add_argument("--card", type=Path, required=True, help="the model card")
-    run(main, parser)
+    run(main, stage_parser(__doc__, needs="run folder card summary parity output"))

@@ -181,11 +181,7 @@ def write_weights(
 
 
 def parser() -> argparse.ArgumentParser:
-    arguments = stage_parser(__doc__, needs="model output", takes="tokens")
-    arguments.add_argument(
-        "--preflight", nargs="?", type=Path, help="preflight.json, for quantize.keep: auto"
-    )
-    return arguments
+    return stage_parser(__doc__, needs="model output", takes="tokens preflight")
 
 
 if __name__ == "__main__":

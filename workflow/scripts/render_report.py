@@ -4,7 +4,6 @@
 `{"folder": "results/runs/demo", "tokens": "results/tokens/pydocs-0123"}` (`RunFolders`)."""
 
 import argparse
-from pathlib import Path
 
 from workflow.lib.report.comparison import comparison_csv
 from workflow.lib.report.html_page import render_page
@@ -46,6 +45,4 @@ def describe(run: Run) -> str:
 
 
 if __name__ == "__main__":
-    parser = stage_parser(__doc__, needs="output")
-    parser.add_argument("--comparison", type=Path, required=True, help="the table, CSV")
-    run_command(main, parser)
+    run_command(main, stage_parser(__doc__, needs="output comparison"))

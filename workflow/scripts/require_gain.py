@@ -4,7 +4,6 @@ The gain is over the original model, or over the NF4 base if that was not measur
 evaluations only, so nothing is lost when it fails; writes `requirements.json` when all are met."""
 
 import argparse
-from pathlib import Path
 
 from workflow.lib.artifacts.evaluation_record import Requirements
 from workflow.lib.artifacts.records import Provenance
@@ -25,6 +24,4 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = stage_parser(__doc__, needs="output")
-    parser.add_argument("--runs-dir", type=Path, required=True, help="folder with a folder a run")
-    run(main, parser)
+    run(main, stage_parser(__doc__, needs="runs_dir output"))

@@ -89,14 +89,11 @@ def scored_folders(args: argparse.Namespace) -> ScoredFolders:
 def way_of(folders: ScoredFolders, processes: int, gpu_bytes: list[int]) -> Way:
     """Return how the model runs. The NF4 base is not read layer by layer: its training holds it in
     memory too."""
-    host_bytes = available_host_bytes()
-    for way, division in (
-        ("whole", Division(processes, sharded=False)),
-        ("sharded", Division(processes, sharded=True)),
-    ):
-        alone = way == "sharded" and processes == 1
-        if not alone and fits(folders.model, division, gpu_bytes=gpu_bytes, host_bytes=host_bytes):
-            return way  # type: ignore[return-value]
+    memory: Any = {"gpu_bytes": gpu_bytes, "host_bytes": available_host_bytes()}
+    if fits(folders.model, Division(processes, sharded=False), **memory):
+        return "whole"
+    if processes > 1 and fits(folders.model, Division(processes, sharded=True), **memory):
+        return "sharded"
     return "whole" if folders.is_base else "streamed"
 
 
