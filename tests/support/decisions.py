@@ -8,6 +8,7 @@ from tests.support.refusals import refusal
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.planning.machine import Machine
 from workflow.lib.planning.preflight.decision import Decision, decide
+from workflow.lib.planning.preflight.planned_run import PlannedRun
 from workflow.lib.planning.preflight.replay_check import Recorder
 from workflow.lib.settings.config import RunConfig
 
@@ -33,15 +34,9 @@ def decided(
     estimate: bool = False,
     **sections: Any,
 ) -> Decision:
-    return decide(
-        run_config(**sections),
-        shape,
-        on or machine(),
-        token_counts(seq_len=2048),
-        disk_free_bytes=free,
-        record=record or MadeUpMemory(shape),
-        estimate=estimate,
-    )
+    tokens, record = token_counts(seq_len=2048), record or MadeUpMemory(shape)
+    run = run_config(**sections)
+    return decide(PlannedRun(run, shape, on or machine(), tokens, record, estimate, free))
 
 
 def message(**arguments: Any) -> str:

@@ -9,6 +9,7 @@ import yaml
 from workflow.lib.model.architecture.shipped_shapes import known_config, known_shape
 from workflow.lib.planning.machine import imagined_machine
 from workflow.lib.planning.preflight.decision import Decision, decide
+from workflow.lib.planning.preflight.planned_run import PlannedRun
 from workflow.lib.planning.token_counts import TokenCounts
 from workflow.lib.recording.recording_process import (
     PlanRecorder,
@@ -59,7 +60,7 @@ def decided(name: str, process: RecordingProcess) -> Decision:
         trained_tokens=10**6,
     )
     record = PlanRecorder(process, config, shape)
-    return decide(run, shape, gpus, tokens, disk_free_bytes=DISK_BYTES, record=record)
+    return decide(PlannedRun(run, shape, gpus, tokens, record, disk_free_bytes=DISK_BYTES))
 
 
 def promised(name: str, decision: Decision) -> str:

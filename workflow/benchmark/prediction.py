@@ -17,6 +17,7 @@ from workflow.lib.planning.preflight.budget import budget
 from workflow.lib.planning.preflight.checks import check_tokens, read_machine
 from workflow.lib.planning.preflight.decision import decide
 from workflow.lib.planning.preflight.forecast import forecast
+from workflow.lib.planning.preflight.planned_run import PlannedRun
 from workflow.lib.planning.token_counts import TokenCounts
 from workflow.lib.recording.recording_process import PlanRecorder, RecordingProcess
 from workflow.lib.settings.config import RunConfig
@@ -59,10 +60,8 @@ def prepare(request: Request, *, num_gpus: int, recordings: RecordingProcess) ->
     is_ours = request.peer is None
     record = PlanRecorder(recordings, config, shape, checked=request.sizes.check_bytes)
     capped = _capped(machine, run, cap_bytes)
-    decision = decide(
-        run, shape, capped, tokens, disk_free_bytes=None, record=record, estimate=not is_ours
-    )
-    forecasted = forecast(decision, run, shape, machine, tokens)
+    planned = PlannedRun(run, shape, capped, tokens, record, estimate=not is_ours)
+    forecasted = forecast(decide(planned), replace(planned, machine=machine))
     return Prepared(
         request=request,
         run=run,

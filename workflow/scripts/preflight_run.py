@@ -33,13 +33,14 @@ from workflow.lib.model.architecture.model_shape import ModelShape, described_co
 from workflow.lib.model.architecture.shipped_shapes import known_models
 from workflow.lib.planning.preflight.bit_choice import costs_of
 from workflow.lib.planning.preflight.checks import read_machine, read_tokens
+from workflow.lib.planning.preflight.planned_run import PlannedRun
 from workflow.lib.planning.preflight.planning_inputs import attention_needs, training_attention
 from workflow.lib.planning.preflight.questions import (
     LENGTH_STEP,
-    PlannedRun,
     largest,
     longest,
     num_weights,
+    predicted,
 )
 from workflow.lib.planning.preflight.table import render, summary
 from workflow.lib.planning.preflight.what_if import (
@@ -96,9 +97,11 @@ def main(args: argparse.Namespace) -> None:
     free = shutil.disk_usage(args.output.parent).free
     settings = with_kept(settings, args.base)
     costs = costs_of(read_record(args.sensitivities, Sensitivities)) if args.sensitivities else None
-    facts = {"disk_free_bytes": free, "costs": costs}
     with plan_recorder(described_config(Path(args.model)), shape) as record:
-        predict(args, PlannedRun(settings, shape, machine, tokens, record, **facts))
+        planned = PlannedRun(
+            settings, shape, machine, tokens, record, disk_free_bytes=free, costs=costs
+        )
+        predict(args, planned)
 
 
 def with_kept(settings: RunConfig, base: Path | None) -> RunConfig:
@@ -124,7 +127,7 @@ def read_model(model: Path, description: Path | None) -> ModelShape:
 
 def predict(args: argparse.Namespace, planned: PlannedRun) -> None:
     """Decide, write and print; raises `UserError` if the run does not fit."""
-    decision, result = planned.predicted(advise=True)
+    decision, result = predicted(planned, advise=True)
     if args.output is not None:
         write_checked_json(args.output, result.model_dump() | {"provenance": provenance()})
     settings, machine, shape = planned.settings, planned.machine, planned.shape

@@ -17,6 +17,7 @@ from workflow.lib.planning.machine import imagined_machine
 from workflow.lib.planning.memory.allocation_tape import Tape
 from workflow.lib.planning.memory.peaks import Peaks
 from workflow.lib.planning.preflight.decision import decide
+from workflow.lib.planning.preflight.planned_run import PlannedRun
 from workflow.lib.planning.preflight.what_if import imagined_tokens, settings_of
 from workflow.lib.recording.kept_tapes import SHIPPED, shipped_key, stored
 from workflow.lib.recording.recording_process import PlanRecorder, plan_recorder
@@ -67,7 +68,7 @@ def noted(model: str, counts: Sequence[int]) -> dict[str, list[Any]]:
             for gib in CAPACITIES:
                 on = imagined_machine(count, BY_NAME[CARD], host_bytes=count * 64 * GIB)
                 on = replace(on, gpu_bytes=gib * GIB)
-                decide(run, shape, on, tokens, disk_free_bytes=None, record=record, estimate=True)
+                decide(PlannedRun(run, shape, on, tokens, record, estimate=True))
     return record.noted
 
 

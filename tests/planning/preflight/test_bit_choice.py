@@ -13,6 +13,7 @@ from workflow.lib.planning.model_sizes import weights_by_path
 from workflow.lib.planning.preflight.bit_choice import BitOrder, costs_of
 from workflow.lib.planning.preflight.decision import decide
 from workflow.lib.planning.preflight.forecast import forecast
+from workflow.lib.planning.preflight.planned_run import PlannedRun
 from workflow.lib.planning.preflight.table import render
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.units import GIB
@@ -30,8 +31,9 @@ def auto(gib, *, processes=1, record=None, **sections):
     on = machine(processes=processes, gpu_bytes=int(gib * GIB))
     record = record or MadeUpMemory(llama_8b)
     tokens = token_counts(seq_len=2048)
-    decision = decide(run, llama_8b, on, tokens, disk_free_bytes=10**12, record=record, costs=COSTS)
-    return decision, forecast(decision, run, llama_8b, on, tokens)
+    planned = PlannedRun(run, llama_8b, on, tokens, record, costs=COSTS)
+    decision = decide(planned)
+    return decision, forecast(decision, planned)
 
 
 def kept(decision):

@@ -14,15 +14,17 @@ from workflow.lib.planning.model_sizes import offload_window
 from workflow.lib.planning.preflight.budget import budget
 from workflow.lib.planning.preflight.decision import MOST_REMEDIES, decide, remedies
 from workflow.lib.planning.preflight.forecast import forecast
+from workflow.lib.planning.preflight.planned_run import PlannedRun
 from workflow.lib.planning.preflight.planning_inputs import plan_from_settings
-from workflow.lib.settings.config import HardwareConfig
+from workflow.lib.settings.config import HardwareConfig, RunConfig
 from workflow.lib.system.units import GIB
 
 
 def predicted(run, on=None, **options):
     on, tokens, memory = on or machine(), token_counts(seq_len=2048), MadeUpMemory(llama_8b)
-    decision = decide(run, llama_8b, on, tokens, disk_free_bytes=10**12, record=memory, **options)
-    return decision, forecast(decision, run, llama_8b, on, tokens)
+    planned = PlannedRun(run, llama_8b, on, tokens, memory, disk_free_bytes=10**12, **options)
+    decision = decide(planned)
+    return decision, forecast(decision, planned)
 
 
 def test_cpu_share_of_host_memory_bounds_the_micro_batch():
@@ -178,16 +180,10 @@ AUTO = HardwareConfig()
 def remedies_of(shape, plan, on=None, hardware=AUTO, most=99):
     memory = MadeUpMemory(shape)
     (peaks,) = memory.peaks([plan])
-    return remedies(
-        shape,
-        plan,
-        on or machine(),
-        hardware,
-        memory.peaks,
-        before=peaks,
-        global_batch_size=16,
-        most=most,
-    )
+    run = RunConfig(hardware=hardware)
+    assert run.train.global_batch_size == 16
+    planned = PlannedRun(run, shape, on or machine(), token_counts(seq_len=2048), memory)
+    return remedies(planned, plan, before=peaks, most=most)
 
 
 def rich(**changes):

@@ -25,6 +25,7 @@ from workflow.lib.planning.preflight.plan_search import (
     candidates,
     choose,
 )
+from workflow.lib.planning.preflight.planned_run import PlannedRun
 from workflow.lib.planning.timing.machine_speed import speed_of
 from workflow.lib.settings.config import HardwareConfig
 from workflow.lib.step_plan.memory_options import LEVELS, in_words
@@ -135,7 +136,7 @@ def test_slow_links_are_worth_keeping_weights_where_memory_allows():
     record = MadeUpMemory(shape)
     kept = [
         not decide(
-            run_config(**settings), shape, on, tokens, disk_free_bytes=None, record=record
+            PlannedRun(run_config(**settings), shape, on, tokens, record)
         ).chosen.plan.reshard_after_forward
         for on in (
             imagined_machine(8, BY_NAME["NVIDIA RTX A6000"]),
@@ -151,9 +152,7 @@ def test_search_of_a_405b_is_a_few_million_calls():
     record, tokens = MadeUpMemory(shape), token_counts(seq_len=2048)
     found = []
     calls = num_calls(
-        lambda: found.append(
-            decide(run, shape, on, tokens, disk_free_bytes=None, record=record, estimate=True)
-        )
+        lambda: found.append(decide(PlannedRun(run, shape, on, tokens, record, estimate=True)))
     )
     assert found[0].fits
     # Half a second, with 1.6 million calls.

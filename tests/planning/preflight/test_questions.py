@@ -14,7 +14,8 @@ from tests.support.preflight_examples import (
     machine,
     token_counts,
 )
-from workflow.lib.planning.preflight.questions import PlannedRun, largest, longest
+from workflow.lib.planning.preflight.planned_run import PlannedRun
+from workflow.lib.planning.preflight.questions import largest, longest, predicted
 from workflow.lib.settings.objectives import ObjectiveName
 from workflow.lib.system.units import GIB
 
@@ -30,7 +31,7 @@ def asked(shape=few_layers, share=1.0, run=None, **changes):
 
 
 def fits(one, seq_len):
-    return one.with_rows_of(seq_len).predicted()[0].fits
+    return predicted(one.with_rows_of(seq_len))[0].fits
 
 
 @pytest.mark.parametrize("share", [1.0, 1.15, 0.9])

@@ -17,7 +17,8 @@ from workflow.lib.planning.machine import requested_processes
 from workflow.lib.planning.model_sizes import Shape, chosen_method, rounding_seconds
 from workflow.lib.planning.preflight.checks import read_machine, read_tokens
 from workflow.lib.planning.preflight.decision import Decision
-from workflow.lib.planning.preflight.questions import PlannedRun
+from workflow.lib.planning.preflight.planned_run import PlannedRun
+from workflow.lib.planning.preflight.questions import predicted
 from workflow.lib.planning.preflight.replay_check import Recorder
 from workflow.lib.settings.config import RunConfig
 from workflow.lib.system.units import MIB
@@ -166,13 +167,12 @@ def _decide(
 ) -> tuple[Decision, Forecast]:
     """Return the decision on a run, by lines between recordings, and its forecast; with
     `quantize.keep: auto` as if all stayed in 16 bits."""
-    if run.quantize.measures:
-        quantize = run.quantize.model_copy(update={"method": "none", "keep": ()})
-        run = run.model_copy(update={"quantize": quantize})
     shape, tokens = read_shape(description), read_tokens(Path(manifest))
     machine = read_machine(run.hardware)
     with recorder(described_config(description), shape) as record:
-        return PlannedRun(run, shape, machine, tokens, record, estimate=True).predicted(advise=True)
+        planned = PlannedRun(run, shape, machine, tokens, record, estimate=True)
+        planned = planned.in_16_bits() if run.quantize.measures else planned
+        return predicted(planned, advise=True)
 
 
 def _allocation(host_bytes: float, minutes: float) -> Allocation:

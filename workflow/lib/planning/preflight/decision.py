@@ -3,7 +3,7 @@
 import json
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from workflow.lib.artifacts.preflight_record import BitCurve
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.planning.machine import Machine
 from workflow.lib.planning.memory.peaks import Peaks, combined
-from workflow.lib.planning.memory.recorded_peaks import RecordedPeaks, RecordPeaks
+from workflow.lib.planning.memory.recorded_peaks import RecordedPeaks
 from workflow.lib.planning.model_sizes import layer_bytes, packed_bytes, trainable_parameters
 from workflow.lib.planning.preflight.bit_choice import BitOrder, choose_bits
 from workflow.lib.planning.preflight.budget import Budget, budget, host_bytes
@@ -24,6 +24,7 @@ from workflow.lib.planning.preflight.plan_search import (
     choose,
     open_choices,
 )
+from workflow.lib.planning.preflight.planned_run import PlannedRun
 from workflow.lib.planning.preflight.planning_inputs import (
     circumstances,
     divisors,
@@ -32,7 +33,6 @@ from workflow.lib.planning.preflight.planning_inputs import (
 from workflow.lib.planning.preflight.replay_check import NotRecordedError, Recorder, confirmed
 from workflow.lib.planning.timing.machine_speed import Speed, speed_of
 from workflow.lib.planning.token_counts import TokenCounts
-from workflow.lib.settings.config import HardwareConfig, RunConfig
 from workflow.lib.settings.optimizer_kinds import OPTIMIZERS, SMALLEST
 from workflow.lib.settings.train import ALL_LINEARS
 from workflow.lib.step_plan.memory_options import (
@@ -86,32 +86,18 @@ class Remedy:
         return f"{self.change} (peak {self.peak_bytes / GIB:.2f} GiB)"
 
 
-def remedies(
-    shape: ModelShape,
-    plan: StepPlan,
-    machine: Machine,
-    hardware: HardwareConfig,
-    record: RecordPeaks,
-    *,
-    before: Peaks,
-    global_batch_size: int,
-    most: int,
-) -> list[Remedy]:
+def remedies(planned: PlannedRun, plan: StepPlan, *, before: Peaks, most: int) -> list[Remedy]:
     """Return up to `most` single changes that fit, the nearest first, of each kind the smallest; if
     there is none, those that save most of the plan's peak (`before`). Lines between recordings find
     the smallest, and each is recorded."""
-    kinds = sorted(
-        filter(None, _options(shape, plan, machine, global_batch_size=global_batch_size)),
-        key=_remedy_order,
-    )
+    kinds = sorted(filter(None, _options(planned, plan)), key=_remedy_order)
+    record = planned.record.peaks
 
     def judged(option: Option, peaks: Peaks) -> Remedy:
         change, changed = option
-        changed_machine = replace(machine, processes=changed.processes)
-        limits, host = (
-            budget(hardware, changed_machine),
-            host_bytes(shape, changed, changed_machine, peaks),
-        )
+        machine = replace(planned.machine, processes=changed.processes)
+        limits = budget(planned.settings.hardware, machine)
+        host = host_bytes(planned.shape, changed, machine, peaks)
         room = limits.host_capacity_bytes is None or host <= limits.host_capacity_bytes
         return Remedy(change, peaks.allocated_bytes, limits.holds(peaks.allocated_bytes) and room)
 
@@ -151,11 +137,10 @@ def _remedy_order(options: Sequence[Option]) -> int:
     return NEAREST.index(setting)
 
 
-def _options(
-    shape: ModelShape, plan: StepPlan, machine: Machine, *, global_batch_size: int
-) -> Iterator[list[Option]]:
+def _options(planned: PlannedRun, plan: StepPlan) -> Iterator[list[Option]]:
     """Yield the changes of one setting at a time, from the smallest to the largest."""
-    rows = global_batch_size // plan.processes
+    machine, batch_size = planned.machine, planned.settings.train.global_batch_size
+    rows = batch_size // plan.processes
     smaller = [d for d in reversed(divisors(rows)) if d < plan.micro_batch_size]
     yield [
         (
@@ -165,14 +150,14 @@ def _options(
         for d in smaller
     ]
     yield from ([option] for option in _switches(plan))
-    where = circumstances(shape, machine)
+    where = circumstances(planned.shape, machine)
     yield from (_option_remedies(option, plan, where) for option in TABLE)
     lengths = _halves(plan.seq_len, SHORTEST_ROW)
     yield [(f"data.seq_len = {n} (tokenizes again)", replace(plan, seq_len=n)) for n in lengths]
     processes = "hardware.gpus" if machine.device == "cuda" else "hardware.cpu_processes"
     yield [
         (f"{processes} = {p // machine.nodes}", replace(plan, processes=p))
-        for p in _process_counts(machine, global_batch_size)
+        for p in _process_counts(machine, batch_size)
         if p % plan.replicas == 0
     ]
     yield [(f"lora.r = {r}", replace(plan, rank=r)) for r in _halves(plan.rank, SMALLEST_RANK)]
@@ -276,22 +261,12 @@ class Decision:
     bits: BitCurve | None = None
 
 
-def decide(
-    run: RunConfig,
-    shape: ModelShape,
-    machine: Machine,
-    tokens: TokenCounts,
-    *,
-    disk_free_bytes: int | None,
-    record: Recorder,
-    estimate: bool = False,
-    advise: bool = True,
-    costs: Mapping[str, float] | None = None,
-) -> Decision:
-    """Choose the plan and return whether the run fits memory and disk (`disk_free_bytes`: None
-    without a disk). estimate: by lines alone; advise: also name changes that would fit; costs: nats
-    a token of each weight in 4 bits, which decide `quantize.keep: auto`. Raises
-    `UserError` if a setting cannot work here, or is open for a model that cannot be recorded."""
+def decide(planned: PlannedRun, *, advise: bool = True) -> Decision:
+    """Choose the plan and return whether the run fits memory and disk. advise: also name changes
+    that would fit. Raises `UserError` if a setting cannot work here, or is open for a model that
+    cannot be recorded."""
+    run, shape, machine = planned.settings, planned.shape, planned.machine
+    tokens, record = planned.tokens, planned.record
     limits = budget(run.hardware, machine)
     rows, _ = check_batch(run, machine)
     plan = replace(
@@ -308,7 +283,7 @@ def decide(
         return candidates(question, plan, choices)
 
     try:
-        if estimate:
+        if planned.estimate:
             options = search()
             chosen = choose(options, device=machine.device)
         else:
@@ -320,16 +295,13 @@ def decide(
         options = [chosen]
     bits = None
     if run.quantize.measures and chosen.fits and chosen.peaks is not NOTHING_KNOWN:
-        choice = choose_bits(question, chosen, _order(costs, shape), record, estimate=estimate)
+        order, estimate = _order(planned), planned.estimate
+        choice = choose_bits(question, chosen, order, record, estimate=estimate)
         options = [choice.candidate if option == chosen else option for option in options]
         chosen, bits = choice.candidate, choice.curve
         if advise and bits.kept < bits.weights:
-            quantize = run.quantize.model_copy(update={"method": "none", "keep": ()})
-            whole = decide(
-                run.model_copy(update={"quantize": quantize}), shape, machine, tokens,
-                disk_free_bytes=disk_free_bytes, record=record, estimate=True, advise=False,
-            )  # fmt: skip
-            slower = _slower(whole, chosen, shape.num_layers)
+            estimated = replace(planned.in_16_bits(), estimate=True)
+            slower = _slower(decide(estimated, advise=False), chosen, shape.num_layers)
             bits = bits.model_copy(update={"slower": slower})
     disk = disk_bytes(
         shape, chosen.plan, tokens,
@@ -340,9 +312,9 @@ def decide(
     if chosen.lacking_bytes > 0:
         reason = _reason(chosen, limits, shape, machine)
         if advise:
-            reason += f". {_advice(run, shape, machine, chosen, record)}"
+            reason += f". {_advice(planned, chosen)}"
     reason = reason or _host_lack(chosen, limits, machine)
-    reason = reason or _disk_lack(disk["checkpoints"] + disk["adapter"], disk_free_bytes)
+    reason = reason or _disk_lack(disk["checkpoints"] + disk["adapter"], planned.disk_free_bytes)
     return Decision(
         fits=reason is None,
         reason=reason or _reason(chosen, limits, shape, machine),
@@ -352,20 +324,20 @@ def decide(
         speed=speed,
         limits=limits,
         disk_bytes=disk,
-        disk_free_bytes=disk_free_bytes,
+        disk_free_bytes=planned.disk_free_bytes,
         bits=bits,
     )
 
 
-def _order(costs: Mapping[str, float] | None, shape: ModelShape) -> BitOrder:
-    if costs is None:
+def _order(planned: PlannedRun) -> BitOrder:
+    if planned.costs is None:
         raise setting_error(
             "quantize.keep",
             "auto",
             "it follows from sensitivities, which the workflow measures on the run's text",
             "Run snakemake preflight, or name linears",
         )
-    return BitOrder.of(costs, shape)
+    return BitOrder.of(planned.costs, planned.shape)
 
 
 def _slower(whole: Decision, chosen: Candidate, num_layers: int) -> str | None:
@@ -421,19 +393,8 @@ def _reason(chosen: Candidate, limits: Budget, shape: ModelShape, machine: Machi
     )
 
 
-def _advice(
-    run: RunConfig, shape: ModelShape, machine: Machine, chosen: Candidate, record: Recorder
-) -> str:
-    options = remedies(
-        shape,
-        chosen.plan,
-        machine,
-        run.hardware,
-        record.peaks,
-        before=chosen.peaks,
-        global_batch_size=run.train.global_batch_size,
-        most=MOST_REMEDIES,
-    )
+def _advice(planned: PlannedRun, chosen: Candidate) -> str:
+    options = remedies(planned, chosen.plan, before=chosen.peaks, most=MOST_REMEDIES)
     enough = [str(remedy) for remedy in options if remedy.fits]
     if enough:
         return f"Any one of these would fit: {'; '.join(enough)}"

@@ -5,32 +5,27 @@ from dataclasses import replace
 from typing import Any
 
 from workflow.lib.artifacts.preflight_record import Forecast, Term, TriedPlan
-from workflow.lib.model.architecture.model_shape import ModelShape
-from workflow.lib.planning.machine import Machine
 from workflow.lib.planning.memory.peaks import EXPLANATIONS
 from workflow.lib.planning.model_sizes import offload_window, trainable_parameters
 from workflow.lib.planning.preflight.decision import Decision
 from workflow.lib.planning.preflight.plan_search import VERDICTS_OF_CHOSEN, Candidate, explain
+from workflow.lib.planning.preflight.planned_run import PlannedRun
 from workflow.lib.planning.timing import step_time
-from workflow.lib.planning.token_counts import TokenCounts
-from workflow.lib.settings.config import RunConfig
 from workflow.lib.settings.schedule import total_steps
 from workflow.lib.step_plan.memory_options import TABLE, in_words
 from workflow.lib.step_plan.plan import StepPlan
 
 
-def forecast(
-    decision: Decision, run: RunConfig, shape: ModelShape, machine: Machine, tokens: TokenCounts
-) -> Forecast:
+def forecast(decision: Decision, planned: PlannedRun) -> Forecast:
     """Return the content of `preflight.json`, without its provenance."""
-    chosen, limits = decision.chosen, decision.limits
+    chosen, limits, shape = decision.chosen, decision.limits, planned.shape
     peaks, replayed = chosen.peaks, chosen.replayed
-    plan = _followed_plan(decision, run, shape, machine, num_rows=tokens.packed_rows)
+    plan = _followed_plan(decision, planned)
     peak_bytes = peaks.allocated_bytes
     slack_bytes = (
         replayed.reserved_bytes - peak_bytes if replayed else limits.slack_bytes(peak_bytes)
     )
-    parts, spread = _seconds(decision, shape, chosen, tokens)
+    parts, spread = _seconds(decision, planned)
     return Forecast(
         verdict="fits" if decision.fits else "does_not_fit",
         reason=decision.reason,
@@ -56,11 +51,11 @@ def forecast(
             parts,
             spread=spread,
             basis=decision.speed.basis,
-            num_gpus=len(machine.gpu_names),
+            num_gpus=len(planned.machine.gpu_names),
             tokens=chosen.plan.tokens,
             accumulation_steps=plan.accumulation_steps,
             num_steps=plan.num_steps,
-            price_per_gpu_hour=run.hardware.price_per_gpu_hour,
+            price_per_gpu_hour=planned.settings.hardware.price_per_gpu_hour,
         ),
         candidates=[_tried_plan(candidate, chosen) for candidate in decision.candidates],
         bits=decision.bits,
@@ -74,33 +69,32 @@ def forecast(
 
 
 def _seconds(
-    decision: Decision, shape: ModelShape, chosen: Candidate, tokens: TokenCounts
+    decision: Decision, planned: PlannedRun
 ) -> tuple[step_time.Parts | None, step_time.Spread | None]:
     """Seconds of a micro-batch by their use, and their range; None if the speed is unknown."""
+    chosen = decision.chosen
     if not decision.speed.measured or not chosen.peaks.work.phases:
         return None, None
     step_facts: dict[str, Any] = {
         "work": chosen.peaks.work,
         "plan": chosen.plan,
-        "num_layers": shape.num_layers,
-        "trained_share": tokens.trained_share,
+        "num_layers": planned.shape.num_layers,
+        "trained_share": planned.tokens.trained_share,
         "micro_batches": decision.rows // chosen.plan.micro_batch_size,
     }
     return decision.speed.parts(**step_facts), decision.speed.spread(**step_facts)
 
 
-def _followed_plan(
-    decision: Decision, run: RunConfig, shape: ModelShape, machine: Machine, *, num_rows: int
-) -> StepPlan:
+def _followed_plan(decision: Decision, planned: PlannedRun) -> StepPlan:
     """Return the plan for `finetune`: the chosen one with values outside of the search."""
-    plan, limits = decision.chosen.plan, decision.limits
-    enforced = machine.device == "cuda" and run.hardware.gpu_memory_gib != "auto"
+    plan, limits, settings = decision.chosen.plan, decision.limits, planned.settings
+    enforced = planned.machine.device == "cuda" and settings.hardware.gpu_memory_gib != "auto"
     allowed = limits.capacity_bytes - limits.outside_allocator_bytes
     return replace(
         plan.without_forbidden(),
-        offload_window_bytes=offload_window(shape, plan),
+        offload_window_bytes=offload_window(planned.shape, plan),
         gpu_memory_bytes=allowed if enforced else None,
-        num_steps=total_steps(run.train, num_rows=num_rows),
+        num_steps=total_steps(settings.train, num_rows=planned.tokens.packed_rows),
     )
 
 

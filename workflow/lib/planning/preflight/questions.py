@@ -9,75 +9,25 @@ from dataclasses import dataclass, field, replace
 
 from workflow.lib.artifacts.preflight_record import Forecast
 from workflow.lib.model.architecture.model_shape import ModelShape
-from workflow.lib.planning.machine import Machine
 from workflow.lib.planning.memory.allocation_tape import Tape
 from workflow.lib.planning.memory.peaks import Peaks, combined
-from workflow.lib.planning.preflight.budget import budget, certain_lack
 from workflow.lib.planning.preflight.checks import check_tokens
 from workflow.lib.planning.preflight.decision import Decision, decide
 from workflow.lib.planning.preflight.forecast import forecast
-from workflow.lib.planning.preflight.planning_inputs import plan_from_settings
+from workflow.lib.planning.preflight.planned_run import PlannedRun
 from workflow.lib.planning.preflight.replay_check import Recorder
-from workflow.lib.planning.token_counts import TokenCounts
-from workflow.lib.settings.config import RunConfig
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.errors import UserError
 
 LENGTH_STEP = 64  # tokens between the row lengths that are tried
 
 
-@dataclass(frozen=True)
-class PlannedRun:
-    """A run on a machine, and the recorder of its plans."""
-
-    settings: RunConfig
-    shape: ModelShape
-    machine: Machine
-    tokens: TokenCounts
-    record: Recorder
-    estimate: bool = False
-    disk_free_bytes: int | None = None
-    costs: Mapping[str, float] | None = None
-    """Nats a token of each weight in 4 bits, for `quantize.keep: auto`."""
-
-    def predicted(self, *, advise: bool = False) -> tuple[Decision, Forecast]:
-        """Return the decision and its forecast; advise: search for changes that would make it fit.
-        Raises as `check_tokens` and `decide`."""
-        check_tokens(self.tokens, self.settings, self.shape)
-        decision = decide(
-            self.settings,
-            self.shape,
-            self.machine,
-            self.tokens,
-            disk_free_bytes=self.disk_free_bytes,
-            record=self.record,
-            estimate=self.estimate,
-            advise=advise,
-            costs=self.costs,
-        )
-        return decision, forecast(decision, self.settings, self.shape, self.machine, self.tokens)
-
-    def with_rows_of(self, seq_len: int) -> "PlannedRun":
-        """Return the same run with as many full rows of another length."""
-        rows = self.tokens.packed_rows
-        tokens = replace(self.tokens, seq_len=seq_len, trained_tokens=rows * seq_len)
-        data = self.settings.data.model_copy(update={"seq_len": seq_len})
-        return replace(
-            self, settings=self.settings.model_copy(update={"data": data}), tokens=tokens
-        )
-
-    def with_fewest_rows(self) -> "PlannedRun":
-        """Return the same run with a row a micro-batch, if the search decides on its rows."""
-        if self.settings.train.micro_batch_size != "auto":
-            return self
-        train = self.settings.train.model_copy(update={"micro_batch_size": 1})
-        return replace(self, settings=self.settings.model_copy(update={"train": train}))
-
-    def too_large(self) -> str | None:
-        """Why no plan can fit, without a recording; None if one might."""
-        plan = plan_from_settings(self.settings, self.shape, self.machine)
-        limits = budget(self.settings.hardware, self.machine)
-        return certain_lack(self.shape, plan, self.machine, limits)
+def predicted(planned: PlannedRun, *, advise: bool = False) -> tuple[Decision, Forecast]:
+    """Return the decision on a run and its forecast; advise: search for changes that would make it
+    fit. Raises as `check_tokens` and `decide`."""
+    check_tokens(planned.tokens, planned.settings, planned.shape)
+    decision = decide(planned, advise=advise)
+    return decision, forecast(decision, planned)
 
 
 @dataclass
@@ -117,7 +67,7 @@ def longest(planned: PlannedRun) -> Forecast | None:
     longest_forecast: Forecast | None = None
 
     def at(index: int, run: PlannedRun) -> Forecast | None:
-        decision, forecast = run.with_rows_of(lengths[index]).predicted()
+        decision, forecast = predicted(run.with_rows_of(lengths[index]))
         return forecast if decision.fits else None
 
     index = bisect_left(range(len(lengths)), True, key=lambda x: at(x, by_lines) is None) - 1
@@ -157,7 +107,7 @@ def largest(models: Mapping[str, ModelShape], run_with: Callable[[str], PlannedR
         planned = run_with(name)
         try:
             reason = planned.too_large()
-            decision, forecast = (None, None) if reason else planned.predicted()
+            decision, forecast = (None, None) if reason else predicted(planned)
         except UserError as error:
             decision, reason = None, str(error).splitlines()[0]
         if decision is not None and decision.fits:
