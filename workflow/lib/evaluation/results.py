@@ -25,11 +25,7 @@ from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.records import CalibrationFacts, Interval, Provenance, Quantization
 from workflow.lib.checkpoints.safetensors_reader import QUANTIZATION
 from workflow.lib.evaluation.questions import Measurement, Questions
-from workflow.lib.evaluation.rewards import (
-    objective_record,
-    rewards_difference,
-    rewards_record,
-)
+from workflow.lib.evaluation.rewards import objective_record, rewards_difference, rewards_record
 from workflow.lib.evaluation.task_scores import (
     Array,
     Loss,

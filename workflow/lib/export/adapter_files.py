@@ -32,10 +32,7 @@ from workflow.lib.kernels.nf4.decode import decoded
 from workflow.lib.model.architecture.adapter_targets import adapter_scale
 from workflow.lib.model.architecture.routers import CORRECTION
 from workflow.lib.model.trained_modules import ROWS_TENSOR, TRAINED_ROWS
-from workflow.lib.quantization.nf4_checkpoint import (
-    ShardWriter,
-    copy_companions,
-)
+from workflow.lib.quantization.nf4_checkpoint import ShardWriter, copy_companions
 from workflow.lib.settings.config import ExportConfig, ModelConfig, is_hub_id
 from workflow.lib.system.artifact_files import read_artifact
 from workflow.lib.system.errors import UserError

@@ -37,11 +37,7 @@ from workflow.lib.checkpoints.expert_stacks import ExpertStack
 from workflow.lib.checkpoints.files.quantization_settings import METHOD
 from workflow.lib.checkpoints.meta_model import auto_class
 from workflow.lib.checkpoints.safetensors_reader import check_whole
-from workflow.lib.export.packed_stacks import (
-    linear_names,
-    pack_,
-    with_linears,
-)
+from workflow.lib.export.packed_stacks import linear_names, pack_, with_linears
 from workflow.lib.kernels.nf4.decode import decoded
 from workflow.lib.model.backends import resolve_attention, resolve_dtype
 from workflow.lib.model.layers.rotary_by_length import rotate_by_call_alone_

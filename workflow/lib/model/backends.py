@@ -19,11 +19,7 @@ from workflow.lib.kernels.attention.attention_choice import (
     attention_obstacle,
     automatic_attention,
 )
-from workflow.lib.system.dtype_choice import (
-    MatmulHardware,
-    choose_dtype,
-    choose_matmul_dtype,
-)
+from workflow.lib.system.dtype_choice import MatmulHardware, choose_dtype, choose_matmul_dtype
 from workflow.lib.system.errors import setting_error
 
 

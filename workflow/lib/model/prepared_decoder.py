@@ -16,11 +16,7 @@ from transformers import PreTrainedModel
 
 from workflow.lib.checkpoints.decoder_layers import decoder_layers
 from workflow.lib.checkpoints.files.attention_needs import attention_needs
-from workflow.lib.kernels.attention.attention_choice import (
-    FLEX,
-    VARLEN,
-    WIDEST_HEAD,
-)
+from workflow.lib.kernels.attention.attention_choice import FLEX, VARLEN, WIDEST_HEAD
 from workflow.lib.kernels.attention.flex import flex_arguments
 from workflow.lib.kernels.attention.flex_masks import MaskKind
 from workflow.lib.kernels.attention.packed import FLATTENED, document_bounds, flash_arguments

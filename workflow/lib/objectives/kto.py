@@ -19,12 +19,7 @@ from workflow.lib.objectives.objective import (
     TokensOfBatch,
     TokensOfRows,
 )
-from workflow.lib.objectives.pairs import (
-    Rewards,
-    answers,
-    measured_answers,
-    reward_by_reference,
-)
+from workflow.lib.objectives.pairs import Rewards, answers, measured_answers, reward_by_reference
 
 
 def reference_point(mean: torch.Tensor) -> torch.Tensor:

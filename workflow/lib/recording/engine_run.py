@@ -27,11 +27,7 @@ from workflow.lib.checkpoints.decoder_layers import decoder_layers, drop_other_p
 from workflow.lib.distributed.world import World, process_mesh
 from workflow.lib.kernels.attention.document_lengths import equal_lengths
 from workflow.lib.kernels.attention.flex_masks import RECORDED_LENGTHS
-from workflow.lib.model.adaptable_linears import (
-    mark_kept_,
-    note_without_adapter_,
-    weight_shapes,
-)
+from workflow.lib.model.adaptable_linears import mark_kept_, note_without_adapter_, weight_shapes
 from workflow.lib.model.architecture.kept_linears import kept_linears
 from workflow.lib.model.architecture.layer_choice import LayerChoice
 from workflow.lib.model.host_embedding import other_tables

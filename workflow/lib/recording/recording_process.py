@@ -10,9 +10,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from workflow.lib.kernels.attention.attention_choice import (
-    VARLEN,
-)
+from workflow.lib.kernels.attention.attention_choice import VARLEN
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.planning.memory.allocation_tape import Tape
 from workflow.lib.planning.memory.peaks import Peaks

@@ -7,16 +7,11 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Strict
 
-from workflow.lib.kernels.attention.attention_choice import (
-    FLEX,
-    VARLEN,
-)
+from workflow.lib.kernels.attention.attention_choice import FLEX, VARLEN
 from workflow.lib.kernels.attention.document_lengths import LengthGroup
 from workflow.lib.model.loss.vocabulary_slices import vocabulary_slices
 from workflow.lib.settings.objectives import NEEDS, ObjectiveName
-from workflow.lib.system.dtype_choice import (
-    COMPUTE_DTYPE,
-)
+from workflow.lib.system.dtype_choice import COMPUTE_DTYPE
 
 AttentionKind = Literal["flash", "flex", "sdpa", "eager"]
 Names = Annotated[tuple[str, ...], Strict(False)]  # JSON has lists

@@ -21,9 +21,7 @@ from workflow.lib.distributed.fsdp import forward_only
 from workflow.lib.distributed.weight_checks import fair_share, local_bytes, mismatched_tensors
 from workflow.lib.distributed.work_sharing import check_recorded
 from workflow.lib.distributed.world import World, decide_kernels
-from workflow.lib.kernels.attention.attention_choice import (
-    FLEX,
-)
+from workflow.lib.kernels.attention.attention_choice import FLEX
 from workflow.lib.kernels.attention.reference import attending_by_reference
 from workflow.lib.model.compared_layers import ComparedLayers
 from workflow.lib.model.nf4_model import local
@@ -32,10 +30,7 @@ from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.objectives.next_token import NEXT_TOKEN
 from workflow.lib.settings.config import TrainConfig
 from workflow.lib.system.checksums import RecordedFile
-from workflow.lib.system.dtype_choice import (
-    COMPUTE_DTYPE,
-    FLOAT8,
-)
+from workflow.lib.system.dtype_choice import COMPUTE_DTYPE, FLOAT8
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.training.batches import shared_lengths, stored_batch
 from workflow.lib.training.build import TrainingModel

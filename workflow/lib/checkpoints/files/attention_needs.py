@@ -3,9 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from workflow.lib.kernels.attention.attention_choice import (
-    AttentionNeeds,
-)
+from workflow.lib.kernels.attention.attention_choice import AttentionNeeds
 
 # Families whose layers pass sinks to their attention function (`s_aux` in Transformers 5.23). For a
 # family that is missing here, varlen and flex say so when it does.

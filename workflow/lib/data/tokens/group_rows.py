@@ -29,12 +29,7 @@ from workflow.lib.data.tokens.token_writer import Window, write_heldout, write_t
 from workflow.lib.kernels.attention.document_lengths import grouped
 from workflow.lib.settings.objectives import Examples
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.files import (
-    file_sha256,
-    provenance,
-    read_checked_json,
-    write_checked_json,
-)
+from workflow.lib.system.files import file_sha256, provenance, read_checked_json, write_checked_json
 
 HELDOUT = [name for name in ARRAYS if name.startswith("heldout.")]
 OPTIONAL = [*optional_files("advantages"), *optional_files("sampled_log_probs")]

@@ -11,9 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from workflow.lib.kernels.attention.attention_choice import (
-    FLEX_BLOCK,
-)
+from workflow.lib.kernels.attention.attention_choice import FLEX_BLOCK
 
 
 class LengthGroup(NamedTuple):

@@ -28,9 +28,7 @@ from workflow.lib.kernels.attention.arguments import (
     mask_kind,
     refuse_without_documents,
 )
-from workflow.lib.kernels.attention.attention_choice import (
-    FLEX,
-)
+from workflow.lib.kernels.attention.attention_choice import FLEX
 from workflow.lib.kernels.attention.flex_masks import PackedMasks
 from workflow.lib.kernels.kernel_launch import launch
 from workflow.lib.system.device_types import RECORDED

@@ -11,9 +11,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from workflow.lib.kernels.attention.attention_choice import (
-    FLEX_BLOCK,
-)
+from workflow.lib.kernels.attention.attention_choice import FLEX_BLOCK
 from workflow.lib.kernels.attention.document_lengths import (
     LengthGroup,
     computed_keys,

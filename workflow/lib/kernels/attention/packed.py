@@ -19,12 +19,7 @@ from workflow.lib.kernels.attention.arguments import (
     mask_kind,
     refuse_without_documents,
 )
-from workflow.lib.kernels.attention.attention_choice import (
-    FLASH,
-    FLEX,
-    VARLEN,
-    WIDEST_HEAD,
-)
+from workflow.lib.kernels.attention.attention_choice import FLASH, FLEX, VARLEN, WIDEST_HEAD
 from workflow.lib.kernels.attention.shared_prompts import SharedPrompts, document_starts
 from workflow.lib.kernels.attention.wide import wide_attention
 

@@ -14,10 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.masking_utils import eager_mask
 
 from workflow.lib.kernels.attention.arguments import mask_kind
-from workflow.lib.kernels.attention.attention_choice import (
-    FLEX,
-    VARLEN,
-)
+from workflow.lib.kernels.attention.attention_choice import FLEX, VARLEN
 from workflow.lib.system.errors import UserError
 
 REFERENCE = "workflow_reference"

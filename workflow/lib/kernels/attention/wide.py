@@ -15,9 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from workflow.lib.kernels.attention.arguments import attention_flop
-from workflow.lib.kernels.attention.attention_choice import (
-    WIDEST_KERNEL_HEAD,
-)
+from workflow.lib.kernels.attention.attention_choice import WIDEST_KERNEL_HEAD
 from workflow.lib.kernels.attention.flex_masks import seen_keys
 from workflow.lib.kernels.kernel_launch import launch, power_of_two
 from workflow.lib.kernels.op import Case, Op, drawn

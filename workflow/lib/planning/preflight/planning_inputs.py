@@ -27,11 +27,7 @@ from workflow.lib.settings.config import ModelConfig, RunConfig
 from workflow.lib.settings.objectives import NEEDS, reads_start
 from workflow.lib.step_plan.memory_options import TABLE, Circumstances, MemoryOption, Value
 from workflow.lib.step_plan.plan import StepPlan
-from workflow.lib.system.dtype_choice import (
-    MatmulHardware,
-    choose_dtype,
-    choose_matmul_dtype,
-)
+from workflow.lib.system.dtype_choice import MatmulHardware, choose_dtype, choose_matmul_dtype
 from workflow.lib.system.errors import setting_error
 
 
