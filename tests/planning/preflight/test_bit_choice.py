@@ -10,7 +10,7 @@ from tests.support.preflight_examples import cpu_machine, machine, token_counts
 from workflow.lib.artifacts.records import Provenance, Sensitivities
 from workflow.lib.model.architecture.kept_linears import kept_linears
 from workflow.lib.planning.model_sizes import weights_by_path
-from workflow.lib.planning.preflight.bit_choice import BitOrder, costs_of
+from workflow.lib.planning.preflight.bit_choice import BitOrder, as_fast, costs_of
 from workflow.lib.planning.preflight.decision import decide
 from workflow.lib.planning.preflight.forecast import forecast
 from workflow.lib.planning.preflight.planned_run import PlannedRun
@@ -26,8 +26,12 @@ COSTS = {
 }
 
 
-def auto(gib, *, processes=1, record=None, **sections):
-    run = run_config(quantize={"keep": "auto"}, hardware=AS_IT_WAS, **sections)
+# One plan alone, so that memory decides.
+FIXED = {"micro_batch_size": 2, "activation_checkpointing": False}
+
+
+def auto(gib, *, processes=1, record=None, train=FIXED):
+    run = run_config(quantize={"keep": "auto"}, hardware=AS_IT_WAS, train=train)
     on = machine(processes=processes, gpu_bytes=int(gib * GIB))
     record = record or MadeUpMemory(llama_8b)
     tokens = token_counts(seq_len=2048)
@@ -50,7 +54,8 @@ def test_most_loss_per_byte_is_won_back_first():
 
 
 def test_set_fills_the_memory_beside_the_same_plan():
-    nf4 = decided(on=machine(processes=1, gpu_bytes=24 * GIB), hardware=AS_IT_WAS).chosen
+    on = machine(processes=1, gpu_bytes=24 * GIB)
+    nf4 = decided(on=on, hardware=AS_IT_WAS, train=FIXED).chosen
     decision, _ = auto(24)
     chosen = decision.chosen
     assert chosen.fits
@@ -71,12 +76,24 @@ def test_more_memory_keeps_more_from_the_same_costs_until_all():
 def test_set_whose_recording_takes_more_than_the_line_gets_smaller():
     expected = auto(24)[0]
     nf4 = MadeUpMemory(llama_8b)
-    decided(on=machine(processes=1, gpu_bytes=24 * GIB), record=nf4, hardware=AS_IT_WAS)
+    decided(
+        on=machine(processes=1, gpu_bytes=24 * GIB), record=nf4, hardware=AS_IT_WAS, train=FIXED
+    )
     before = len(nf4.asked)
     larger = MadeUpMemory(llama_8b, share=lambda number: 1.0 if number < before else 1.04)
     decision, _ = auto(24, record=larger)
     assert decision.chosen.fits
     assert 0 < len(kept(decision)) < len(kept(expected))
+
+
+def test_all_linears_with_other_memory_options_are_taken_where_they_are_as_fast():
+    decision, document = auto(24, train={})
+    nf4 = decided(on=machine(processes=1, gpu_bytes=24 * GIB), hardware=AS_IT_WAS).chosen
+    assert len(kept(decision)) == len(PATHS)
+    assert decision.chosen.micro_batch_size < nf4.micro_batch_size
+    assert as_fast(decision.chosen, nf4)
+    assert document.bits.kept == len(PATHS)
+    assert document.bits.points[-1].verdict == "taken, with other memory options"
 
 
 def test_slower_set_is_not_taken_and_told():

@@ -3,7 +3,8 @@ bits, as many as the chosen plan's GPUs hold.
 
 Kept sets are beginnings of one order, by nats per weight. Micro-batch and memory options are those
 of the plan in NF4. Peaks lie on a line between none and all in 16 bits, until the chosen set is
-recorded. A set that makes the step slower is not taken; what a slower plan would hold is told."""
+recorded. A set that makes the step slower is not taken. All linears may also fit with other memory
+options: that plan is taken if it is as fast, since 16 bits need no decoding, and else told."""
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -92,20 +93,15 @@ class BitOrder:
 
 @dataclass
 class _BitLine:
-    """Peaks of plans with `share` of the weights in 16 bits, by a line; `excess_bytes`: of the last
-    recorded set above it."""
+    """Peaks of plans with `share` of the weights in 16 bits, by a line."""
 
     none: Peaks
     all: Peaks
     share: float = 0.0
-    excess_bytes: int = 0
 
     def of(self, plan: StepPlan) -> Peaks:
         """Return the peaks of a plan."""
-        line = combined([(self.none, 1 - self.share), (self.all, self.share)])
-        excess = self.excess_bytes if plan.kept else 0
-        stretch = 1 + excess / max(1, line.allocated_bytes)
-        return replace(combined([(line, stretch)]), work=line.work)
+        return combined([(self.none, 1 - self.share), (self.all, self.share)])
 
 
 @dataclass(frozen=True)
@@ -122,33 +118,52 @@ def choose_bits(
     """Return the chosen NF4 plan with the best set that fits and is as fast. estimate: by lines
     alone."""
     (most,) = record.peaks([order.plan(chosen.plan, len(order.paths))])
-    line = _BitLine(chosen.peaks, most)
+    line, excess_bytes = _BitLine(chosen.peaks, most), 0
     on_line = replace(question, peaks=line)
 
     def at(count: int) -> Candidate:
         line.share = order.share(count)
         plan = order.plan(chosen.plan, count)
-        return predicted_candidate(on_line, plan, unasked=takes_host_memory(plan))
+        by_line = predicted_candidate(on_line, plan, unasked=takes_host_memory(plan))
+        excess = excess_bytes if count else 0
+        return replace(by_line, lacking_bytes=by_line.lacking_bytes + excess)
 
     def is_worse(count: int) -> bool:
         candidate = at(count)
-        return not candidate.fits or candidate.step_s > chosen.step_s * (1 + NEGLIGIBLE)
+        return not candidate.fits or not as_fast(candidate, chosen)
 
     best, kept = chosen, 0
-    for _ in range(0 if estimate else MOST_RECORDINGS):
+    for _ in range(MOST_RECORDINGS):
         count = bisect_left(range(1, len(order.paths) + 1), True, key=is_worse)
         if count <= kept:
             break
-        tried = recorded(at(count), limits=question.limits, record=record)
+        expected = at(count)
+        if estimate:
+            best, kept = expected, count
+            break
+        tried = recorded(expected, limits=question.limits, record=record)
         if tried.fits:
             best, kept = tried, count
-        line.excess_bytes += tried.peak_bytes - line.of(tried.plan).allocated_bytes
-    if estimate:
-        kept = bisect_left(range(1, len(order.paths) + 1), True, key=is_worse)
-        best = at(kept) if kept else chosen
+        # an allocator's reserve grows in steps, by the order of its requests
+        excess_bytes += tried.lacking_bytes - expected.lacking_bytes
     counts = sorted({*(_count_at(order, share) for share in SHARES), kept})
     points = [_point(order, count, at(count), chosen, taken=count == kept) for count in counts]
     return BitChoice(best, BitCurve(kept=kept, weights=len(order.paths), points=points))
+
+
+def as_fast(candidate: Candidate, other: Candidate) -> bool:
+    """Whether a plan's step is not slower than another's, as far as predictions tell."""
+    return candidate.step_s <= other.step_s * (1 + NEGLIGIBLE)
+
+
+def with_all(curve: BitCurve) -> BitCurve:
+    """Return the curve where another plan that is as fast holds all linears in 16 bits."""
+    fits = [
+        x if x.verdict != "taken" else x.model_copy(update={"verdict": "fits"})
+        for x in curve.points
+    ]
+    last = fits[-1].model_copy(update={"verdict": "taken, with other memory options"})
+    return curve.model_copy(update={"kept": curve.weights, "points": [*fits[:-1], last]})
 
 
 def _count_at(order: BitOrder, share: float) -> int:

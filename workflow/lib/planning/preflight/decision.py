@@ -13,7 +13,12 @@ from workflow.lib.planning.machine import Machine
 from workflow.lib.planning.memory.peaks import Peaks, combined
 from workflow.lib.planning.memory.recorded_peaks import RecordedPeaks
 from workflow.lib.planning.model_sizes import layer_bytes, packed_bytes, trainable_parameters
-from workflow.lib.planning.preflight.bit_choice import BitOrder, choose_bits
+from workflow.lib.planning.preflight.bit_choice import (
+    BitOrder,
+    as_fast,
+    choose_bits,
+    with_all,
+)
 from workflow.lib.planning.preflight.budget import Budget, budget, host_bytes
 from workflow.lib.planning.preflight.checks import check_batch
 from workflow.lib.planning.preflight.plan_search import (
@@ -297,12 +302,16 @@ def decide(planned: PlannedRun, *, advise: bool = True) -> Decision:
     if run.quantize.measures and chosen.fits and chosen.peaks is not NOTHING_KNOWN:
         order, estimate = _order(planned), planned.estimate
         choice = choose_bits(question, chosen, order, record, estimate=estimate)
-        options = [choice.candidate if option == chosen else option for option in options]
-        chosen, bits = choice.candidate, choice.curve
-        if advise and bits.kept < bits.weights:
-            estimated = replace(planned.in_16_bits(), estimate=True)
-            slower = _slower(decide(estimated, advise=False), chosen, shape.num_layers)
-            bits = bits.model_copy(update={"slower": slower})
+        best, bits = choice.candidate, choice.curve
+        if bits.kept < bits.weights:
+            whole = decide(planned.in_16_bits(), advise=False)
+            if whole.fits and as_fast(whole.chosen, chosen):
+                best, bits = whole.chosen, with_all(bits)
+            else:
+                slower = _slower(whole, best, shape.num_layers)
+                bits = bits.model_copy(update={"slower": slower})
+        options = [best if option == chosen else option for option in options]
+        chosen = best
     disk = disk_bytes(
         shape, chosen.plan, tokens,
         keep_checkpoints=run.train.keep_checkpoints + len(run.export.steps),
