@@ -1,0 +1,98 @@
+"""Bits of the base before and after training: what a variant is, and that finished ones stay."""
+
+import json
+
+import pytest
+import torch
+
+from tests.quantization.test_calibrated_base import ROUNDING
+from tests.support.forked_stage import forked_stage
+from tests.support.models import quantized, tiny_llama
+from tests.support.tiny import tiny_tokenizer
+from tests.support.tokenizing import Stage
+from workflow.benchmark.bits_after_training import BitsBenchmark, Recipe, Variant, finished
+from workflow.lib.checkpoints.checkpoint import Checkpoint
+from workflow.lib.data.tokens.token_store import TokenStore
+from workflow.lib.export.stock_models import load_base
+from workflow.lib.model.adaptable_linears import adaptable_linears
+from workflow.lib.system.files import provenance, write_checked_json
+
+CPU = torch.device("cpu")
+STILL = Recipe(steps=0, rows=2, learning_rate=1e-2, documents=4)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bits")
+    tokenizer = tiny_tokenizer(folder / "model")
+    tiny_llama(folder / "model", dtype=torch.bfloat16, vocab_size=len(tokenizer))
+    Stage(folder, folder / "model").run()
+    quantized(folder / "model", folder / "nf4")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def costs(folder):
+    linears = adaptable_linears(Checkpoint(folder / "model").build(torch.float32))
+    return {path: 1.0 + number for number, path in enumerate(linears)}
+
+
+@pytest.fixture(scope="module")
+def benchmark(folder, costs):
+    store = TokenStore.open(folder / "tokens")
+    return BitsBenchmark(folder / "model", folder / "nf4", store, costs)
+
+
+@torch.no_grad()
+def loss_of(model, folder):
+    store = TokenStore.open(folder / "tokens")
+    ids, mask = (torch.tensor(x.tolist()) for x in store.heldout_documents()[0])
+    log_p = model(input_ids=ids[None], use_cache=False).logits[0].log_softmax(-1)
+    targets = mask.nonzero().flatten()
+    return -float(log_p[targets - 1, ids[targets]].sum())
+
+
+@pytest.mark.parametrize(
+    ("variant", "base"),
+    [
+        (Variant("16 bits", share=1.0), "model"),
+        (Variant("NF4"), "nf4"),
+        (Variant("NF4, calibrated", "calibrated"), "nf4"),
+    ],
+)
+def test_variant_loses_what_its_base_loses(benchmark, folder, variant, base):
+    model = load_base(
+        Checkpoint(folder / base), device=CPU, compute_dtype=torch.float32, attention="sdpa"
+    )
+    (losses,) = benchmark.measure(variant, 0, STILL)["before"].values()
+    assert losses[0] == pytest.approx(loss_of(model, folder), rel=ROUNDING)
+
+
+def test_kept_share_is_of_weights_and_by_cost(benchmark):
+    half = benchmark.measure(Variant("half", share=0.5), 0, STILL)
+    assert 0.3 < half["share_in_16_bits"] <= 0.5
+    assert half["after"] == half["before"]
+
+
+def test_training_lowers_the_loss_and_finished_lines_stay(folder, costs):
+    record = {"tokens": {"training": 9}, "nats": {"training": costs}, "model_files": {}}
+    sensitivities = folder / "costs.json"
+    write_checked_json(sensitivities, record | {"device": "cpu", "provenance": provenance()})
+    options = {
+        "model": folder / "model",
+        "tokens": folder / "tokens",
+        "sensitivities": sensitivities,
+        "output": folder / "bits.jsonl",
+        "steps": 6,
+        "seeds": 1,
+        "learning_rate": 1e-2,
+    }
+    flags = ["--variants", "16 bits", "NF4"]
+    done = forked_stage("benchmark_bits", *flags, **options)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in options["output"].read_text().splitlines()]
+    assert all(sum(*row["after"].values()) < sum(*row["before"].values()) for row in rows)
+    assert finished(options["output"]) == {("16 bits", 0), ("NF4", 0)}
+    again = forked_stage("benchmark_bits", *flags, **options)
+    assert len(options["output"].read_text().splitlines()) == 2
+    assert again.stdout.count("\n| ") == 2, "a line of the table for each"
