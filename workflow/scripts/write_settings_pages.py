@@ -13,7 +13,6 @@ from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 
 from workflow.lib.settings.config import Config, RunConfig, Section
 from workflow.lib.settings.effects import Stage
@@ -74,8 +73,9 @@ _BOUNDS = {
 
 def configuration_md() -> str:
     """Return the reference as Markdown: key, value, default and effect by section."""
-    sections = (_section_md(*section) for section in _sections(Config))
-    return "\n".join([TABLE_HEAD, *sections, _gpus_md()])
+    schema = json_schema()
+    names = (name for name in Config.model_fields if is_section(Config, name))
+    return "\n".join([TABLE_HEAD, *(_section_md(name, schema) for name in names), _gpus_md()])
 
 
 def _gpus_md() -> str:
@@ -104,35 +104,28 @@ def schema_json() -> str:
 
 def json_schema(model: type[BaseModel] = Config) -> dict[str, Any]:
     """Return the JSON schema of `config.yaml` or of a part of it, each description on one line."""
-    schema: dict[str, Any] = _unwrapped(model.model_json_schema())
+
+    def unwrapped(item: dict[str, Any]) -> dict[str, Any]:
+        text = item.get("description")
+        return item | {"description": " ".join(text.split())} if isinstance(text, str) else item
+
+    schema: dict[str, Any] = json.loads(
+        json.dumps(model.model_json_schema()), object_hook=unwrapped
+    )
     return schema
 
 
-def _unwrapped(schema: Any) -> Any:
-    """Join the lines of every description: the source's line breaks mean nothing."""
-    if isinstance(schema, list):
-        return [_unwrapped(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    return {
-        key: " ".join(value.split())
-        if key == "description" and isinstance(value, str)
-        else _unwrapped(value)
-        for key, value in schema.items()
-    }
+def _section_md(name: str, schema: dict[str, Any]) -> str:
+    field = schema["properties"][name]
+    description = field.get("description") or _referred(field, schema)["description"]
+    lines = [f"## {name}\n", f"{description} {_effect_md(type(getattr(Config(), name)))}\n"]
+    lines += ["| key | value | default | effect |", "|---|---|---|---|"]
+    return "\n".join([*lines, *_rows(field, schema, prefix="")]) + "\n"
 
 
-def _sections(model: type[Section]) -> Iterator[tuple[str, FieldInfo]]:
-    """Yield the sections of a model with their names."""
-    for name, field in model.model_fields.items():
-        if is_section(model, name):
-            yield name, field
-
-
-def _section_md(name: str, field: FieldInfo) -> str:
-    lines = [f"## {name}\n", f"{_description(field)} {_effect_md(_model(field))}\n"]
-    lines += ["| key | value | default | effect |", "|---|---|---|---|", *_rows(field, prefix="")]
-    return "\n".join(lines) + "\n"
+def _referred(field: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+    section: dict[str, Any] = schema["$defs"][field["$ref"].rpartition("/")[2]]
+    return section
 
 
 def _effect_md(section: type[Section]) -> str:
@@ -152,17 +145,19 @@ def _named(words: Iterable[str]) -> str:
     return ", ".join(f"`{word}`" for word in words)
 
 
-def _rows(field: FieldInfo, *, prefix: str) -> Iterator[str]:
+def _rows(field: dict[str, Any], schema: dict[str, Any], *, prefix: str) -> Iterator[str]:
     """Yield the table's rows of a section; keys of a nested section carry its name."""
-    model = _model(field)
-    schema = json_schema()["$defs"][model.__name__]["properties"]
-    for key, inner in model.model_fields.items():
-        if is_section(model, key):
-            yield from _rows(inner, prefix=f"{prefix}{key}.")
+    for key, inner in _referred(field, schema)["properties"].items():
+        if "$ref" in inner:
+            yield from _rows(inner, schema, prefix=f"{prefix}{key}.")
         else:
-            cells = [f"`{prefix}{key}`", spell_type(schema[key])]
-            cells += [f"`{_default(inner)}`", _description(inner)]
+            cells = [f"`{prefix}{key}`", spell_type(inner)]
+            cells += [f"`{_in_yaml(inner['default'])}`", inner["description"]]
             yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _in_yaml(value: object) -> str:
+    return yaml.safe_dump([value], default_flow_style=True, width=sys.maxsize).strip()[1:-1]
 
 
 def spell_type(schema: dict[str, Any]) -> str:
@@ -174,19 +169,18 @@ def spell_type(schema: dict[str, Any]) -> str:
         return "; or ".join(spell_type(option) for option in schema["oneOf"])
     if "$ref" in schema:
         return "section"
-    if schema.get("type") == "array" and "oneOf" in schema["items"]:
+    items = schema.get("items", {})
+    if "oneOf" in items:
         return "list of these"
-    if schema.get("type") == "array" and schema["items"].get("type") == "integer":
+    if items.get("type") == "integer":
         return "list of whole numbers"
     if "const" in schema:
         return str(schema["const"])
     if "enum" in schema:
         return ", ".join(map(str, schema["enum"]))
     if "minimum" in schema and "maximum" in schema:
-        return (
-            f"{_TYPES[schema['type']]}, {_number(schema['minimum'])} to "
-            f"{_number(schema['maximum'])}"
-        )
+        least, most = (_number(schema[bound]) for bound in ("minimum", "maximum"))
+        return f"{_TYPES[schema['type']]}, {least} to {most}"
     bounds = [words.format(_number(schema[key])) for key, words in _BOUNDS.items() if key in schema]
     return ", ".join([_TYPES[schema["type"]], *bounds])
 
@@ -197,24 +191,6 @@ def _number(value: float) -> str:
         bits = int(value).bit_length() - 1
         return f"2^{bits}" if value == 2**bits else f"{value:.0e}".replace("e+0", "e")
     return f"{value:,g}" if value < 1e6 else str(value)
-
-
-def _model(field: FieldInfo) -> type[Section]:
-    kind = field.annotation
-    assert isinstance(kind, type), "is_section guarantees a section"
-    assert issubclass(kind, Section), "is_section guarantees a section"
-    return kind
-
-
-def _description(field: FieldInfo) -> str:
-    assert field.description is not None, "a test guarantees a description of every setting"
-    return " ".join(field.description.split())
-
-
-def _default(field: FieldInfo) -> str:
-    """Return the default in YAML, on one line."""
-    value = list(field.default) if isinstance(field.default, tuple) else field.default
-    return yaml.safe_dump([value], default_flow_style=True, width=sys.maxsize).strip()[1:-1]
 
 
 if __name__ == "__main__":
