@@ -193,7 +193,7 @@ def _grpo(table, given):
     return loss, {name: mean(values) for name, values in figures.items()}
 
 
-GRPO_FIGURES = ("clipped", "kl", "ratio", "entropy", "importance")
+GRPO_FIGURES = ("clipped", "reference_kl", "ratio", "entropy", "importance")
 DENSE = {
     "sft": _sft,
     "dpo": _dpo,

@@ -104,10 +104,22 @@ def reported_settings(_):
             "tokens": with_prefix(layout.tokens_dir(run)),
             "exports": [form for form in EXPORTS if name in EXPORTING[form]],
             "served": name in SERVED,
+            **sampled_files(run),
         }
         for name, run in RUNS.items()
     ]
     return layout.report_settings(REPORT, RUNS) | {"folders": folders}
+
+
+def sampled_files(run):
+    """Return where the report finds a run's sampled answers and rewards, if it has any."""
+    if not run.samples:
+        return {}
+    files = [layout.rewards_file(run), *layout.first_rewards(run)]
+    return {
+        "answers": with_prefix(layout.answers_dir(run)),
+        "rewards": [with_prefix(file) for file in files],
+    }
 
 
 def published_files(wildcards):
@@ -134,6 +146,7 @@ if workflow.is_main_process:
 # Required gains, by run.
 REQUIRED = {
     name: layout.stage_settings("require_gain", run)["evaluate"]
+    | {"rewards": sampled_files(run).get("rewards", [])}
     for name, run in RUNS.items()
     if run.evaluate.require
 }

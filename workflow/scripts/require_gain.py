@@ -7,6 +7,7 @@ import argparse
 
 from workflow.lib.artifacts.evaluation_record import Requirements
 from workflow.lib.artifacts.records import Provenance
+from workflow.lib.report.sampled_answers import reward_gain
 from workflow.lib.report.verdict import read_measured, refuse_unmet, verdicts
 from workflow.lib.system.files import write_checked_json
 from workflow.scripts.command import logger, run, stage_parser
@@ -15,7 +16,8 @@ from workflow.scripts.command import logger, run, stage_parser
 def main(args: argparse.Namespace) -> None:
     by_run = {}
     for name, settings in args.config.items():
-        measured = read_measured(args.runs_dir / name / "evaluate_run", run=name)
+        gain = reward_gain(*map(Path, settings["rewards"])) if settings.get("rewards") else None
+        measured = read_measured(args.runs_dir / name / "evaluate_run", run=name, reward_gain=gain)
         by_run[name] = verdicts(settings["require"], measured, by=settings["require_by"])
     refuse_unmet(by_run)
     requirements = Requirements(runs=by_run, provenance=Provenance.now())

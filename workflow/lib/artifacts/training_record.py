@@ -169,8 +169,9 @@ class Step(Record):
     log_probs_desirable: float | None = None  # of rated answers: mean log p of desirable ones, nats
     log_probs_undesirable: float | None = None  # the same of undesirable ones
     kl: float | None = None
-    """Of rated answers: mean log p - log p_ref of mismatched ones, an estimate of KL, nats. Of
-    groups: estimate of KL to the reference, nats per token."""
+    """Of rated answers: mean log p - log p_ref of mismatched ones, an estimate of KL, nats."""
+    reference_kl: float | None = None
+    """Of groups: estimate of KL to the reference, nats per token."""
     clipped: float | None = None  # of groups: share of trained tokens whose ratio is clipped
     ratio: float | None = None
     """Of groups: mean probability of a trained token, divided by the one at the run's start."""

@@ -36,7 +36,7 @@ class Grpo(NextToken):
 
     figures = (
         Figure("clipped", per=1),
-        Figure("kl", per=1),
+        Figure("reference_kl", per=1),
         Figure("ratio", per=1),
         Figure("entropy", per=1),
         Figure("importance", per=1),

@@ -106,6 +106,30 @@ CURVES = (
         from_zero=True,
     ),
 )
+GROUP_CURVES = (
+    Curve(
+        "clipped",
+        "Clipped",
+        "Share of a step's trained tokens whose ratio to the start of the round is clipped.",
+        "share",
+        ("clipped",),
+    ),
+    Curve(
+        "reference_kl",
+        "KL to the reference",
+        "Estimated from the trained tokens of a step.",
+        "nats per token",
+        ("reference_kl",),
+    ),
+    Curve(
+        "entropy",
+        "Entropy",
+        "Mean -log p of the trained tokens of a step, which were sampled.",
+        "nats per token",
+        ("entropy",),
+    ),
+)
+GROUP_NUMBERS = "rounds-numbers"
 # Last words of fields of the worse answers: of pairs and of rated answers.
 DASHED = {"rejected", "undesirable"}
 
@@ -191,6 +215,43 @@ def over_steps(lines: int, *, axis: str, from_zero: bool = False) -> dict[str, A
             "rangemode": "tozero" if from_zero else "normal",
         },
     }
+
+
+def sampled_figure(runs: list[Run]) -> Figure | None:
+    """Return mean rewards of sampled answers with 95% intervals, by run; None for a single run."""
+    if len(runs) < 2:
+        return None
+    traces = []
+    for number, (name, of) in enumerate(
+        (("training prompts", "trained"), ("held-out prompts", "heldout"))
+    ):
+        points = [(run, x) for run in runs if (x := getattr(run.sampled, of)) is not None]
+        ends = [(x.ci95 or (x.value, x.value)) for _, x in points]
+        traces.append(
+            {
+                "type": "scatter",
+                "mode": "lines+markers",
+                "name": name,
+                "meta": f"series-{number + 1}",
+                "x": [plotly_text(run.name) for run, _ in points],
+                "y": [x.value for _, x in points],
+                "error_y": {
+                    "type": "data",
+                    "symmetric": False,
+                    "array": [
+                        high - x.value for (_, x), (_, high) in zip(points, ends, strict=True)
+                    ],
+                    "arrayminus": [
+                        x.value - low for (_, x), (low, _) in zip(points, ends, strict=True)
+                    ],
+                },
+                "hovertemplate": "%{y:.3f}",
+            }
+        )
+    layout = over_steps(len(traces), axis="reward")
+    layout["xaxis"] = {"title": {"text": "run"}, "type": "category"}
+    caption = "Mean over prompts of the rewards of sampled answers; bars are 95% intervals."
+    return Figure("sampled", "Rewards", caption, GROUP_NUMBERS, traces, layout)
 
 
 def heldout_figure(runs: list[Run]) -> Figure | None:

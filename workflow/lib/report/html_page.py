@@ -35,12 +35,15 @@ from workflow.lib.report.comparison import (
     task_columns,
 )
 from workflow.lib.report.figures import (
+    GROUP_CURVES,
+    GROUP_NUMBERS,
     Curve,
     Figure,
     curve_figures,
     drawn,
     heldout_figure,
     memory_figure,
+    sampled_figure,
 )
 from workflow.lib.report.run_results import Run
 from workflow.lib.report.verdict import Measured, gate, label
@@ -119,6 +122,23 @@ def _preferences(content: Content) -> dict[str, Any]:
     }
 
 
+def _rounds(content: Content) -> dict[str, Any]:
+    runs = sampling_runs(content.runs)
+    fields = [field for curve in GROUP_CURVES for field in curve.fields]
+    logged = [f for f in fields if any(getattr(s, f) is not None for r in runs for s in r.steps)]
+    return {
+        "sampling": runs,
+        "reward_means": sampled_figure(runs),
+        "group_fields": logged,
+        "group_means": {run.name: {f: _mean(run.steps, f) for f in logged} for run in runs},
+        "group_curves": drawn(GROUP_CURVES, content.runs, numbers=GROUP_NUMBERS),
+    }
+
+
+def sampling_runs(runs: Sequence[Run]) -> list[Run]:
+    return [run for run in runs if run.sampled is not None]
+
+
 def _datasets(content: Content) -> dict[str, list[tuple[Run, list[str]]]]:
     """One run per tokens folder, with the names of all runs that used it."""
     users: dict[str, list[Run]] = {}
@@ -147,6 +167,7 @@ SECTIONS = (
         _preferences,
         shown=lambda content: bool(reward_runs(content.runs)),
     ),
+    Section("rounds", "Rounds", _rounds, shown=lambda content: bool(sampling_runs(content.runs))),
     Section("tasks", "Tasks"),
     Section("samples", "Samples"),
     Section("gguf", "GGUF files", shown=lambda content: any(run.gguf for run in content.runs)),

@@ -12,6 +12,7 @@ from workflow.lib.artifacts.preflight_record import Preflight
 from workflow.lib.artifacts.read_records import read_record, read_steps
 from workflow.lib.artifacts.records import GgufChecks, Parity, Provenance, ReaderCheck, ServedCheck
 from workflow.lib.artifacts.training_record import Check, Step, Summary, TrainedSettings
+from workflow.lib.report.sampled_answers import Sampled, read_sampled
 from workflow.lib.report.verdict import Measured, label, read_measured, refuse_mismatch
 from workflow.lib.settings.forms import CONVERTED, EXPORTS, FORMS
 from workflow.lib.settings.objectives import needs_of
@@ -41,6 +42,7 @@ class Run:
     gguf: GgufChecks | None  # none if no GGUF files were exported
     conversions: tuple[ReaderCheck, ...] = ()  # of the merged model into other formats
     checked: ServedCheck | None = None  # by a real server; none if not requested
+    sampled: Sampled | None = None  # before the training; none of a run that trains on its rows
 
     @property
     def heldout_steps(self) -> list[Step]:
@@ -118,6 +120,8 @@ class RunFolders:
     tokens: str
     exports: tuple[str, ...] = ()
     served: bool = False
+    answers: str | None = None  # sampled ones
+    rewards: tuple[str, ...] = ()  # of these, and of the first round
 
 
 def read_run(folders: RunFolders) -> Run:
@@ -127,6 +131,11 @@ def read_run(folders: RunFolders) -> Run:
     exports = {form: folder / EXPORTS[form].folder for form in folders.exports}
     converted = [exports[form].with_suffix(".json") for form in CONVERTED if form in exports]
     served = folder / "check_served" / "served.json"
+    sampled = None
+    if folders.answers is not None:
+        own, first = (*map(Path, folders.rewards), None)[:2]
+        assert own is not None, "sampled answers have rewards"
+        sampled = read_sampled(Path(folders.answers), own, first)
     run = Run(
         name=folder.name,
         tokens_name=tokens.name,
@@ -135,10 +144,15 @@ def read_run(folders: RunFolders) -> Run:
         summary=read_record(folder / "finetune" / "summary.json", Summary),
         steps=read_steps(folder / "finetune" / "metrics.jsonl"),
         parity=read_record(folder / "consolidate" / "parity.json", Parity),
-        measured=read_measured(folder / "evaluate_run", run=folder.name),
+        measured=read_measured(
+            folder / "evaluate_run",
+            run=folder.name,
+            reward_gain=None if sampled is None else sampled.gain,
+        ),
         gguf=read_record(exports["gguf"] / "gguf.json", GgufChecks) if "gguf" in exports else None,
         conversions=tuple(read_record(path, ReaderCheck) for path in converted),
         checked=read_record(served, ServedCheck) if folders.served else None,
+        sampled=sampled,
     )
     _check_belongs(run, folder=folder, tokens_dir=tokens)
     return run

@@ -27,8 +27,8 @@ from workflow.lib.artifacts.evaluation_record import (
 )
 from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.records import Interval
-from workflow.lib.evaluation.intervals import FEWEST
-from workflow.lib.settings.evaluate import OTHER_TEXT_LOSS, REWARDS, EvaluateConfig, is_loss
+from workflow.lib.evaluation.intervals import FEWEST, Estimate
+from workflow.lib.settings.evaluate import OTHER_TEXT_LOSS, REWARD, REWARDS, EvaluateConfig, is_loss
 from workflow.lib.settings.forms import FORMS, REFERENCES, SUBJECTS, SubjectName
 from workflow.lib.system.checksums import damaged
 from workflow.lib.system.errors import UserError, setting_error
@@ -67,6 +67,8 @@ class Measured:
     subjects: Mapping[SubjectName, Evaluation]
     overlap: Mapping[str, TaskOverlap]
     """Items of tasks in training rows, by task."""
+    reward_gain: Estimate | None = None
+    """Of held-out prompts since the first round of sampled answers; None without rounds."""
 
     @property
     def served(self) -> Evaluation:
@@ -165,7 +167,7 @@ def label(evaluation: Evaluation) -> str:
     return FORMS[evaluation.subject].label
 
 
-def read_measured(folder: Path, *, run: str) -> Measured:
+def read_measured(folder: Path, *, run: str, reward_gain: Estimate | None = None) -> Measured:
     """Read the evaluations in a folder of `evaluate_run`. Raises `UserError` if one is damaged,
     another run's or of other questions, and unless one is of the served model and one a
     reference."""
@@ -187,7 +189,8 @@ def read_measured(folder: Path, *, run: str) -> Measured:
         if lost := evaluation.comparisons.keys() - evaluations.keys():
             finding = f"is not there, and {files[name].name} compares with it"
             raise damaged(folder, f"{min(lost)}.json", finding)
-    measured = Measured(evaluations, read_record(folder / ITEMS, Items).overlap_counts)
+    overlap = read_record(folder / ITEMS, Items).overlap_counts
+    measured = Measured(evaluations, overlap, reward_gain)
     _check_questions(measured, files)
     return measured
 
@@ -275,6 +278,12 @@ def _verdict(name: str, least: float, measured: Measured, *, by: RequireBy) -> G
         assert forgot is not None, "the settings require it to be measured"
         reference = FORMS[forgot.reference].label
         gain, ci95 = _loss_gain(forgot.difference, "")
+    elif name == REWARD:
+        reference = "the first round"
+        if measured.reward_gain is None:
+            reason = "the run is the first round, or its held-out prompts have no rewards"
+            raise setting_error("evaluate.require", name, reason, "Require it of later rounds")
+        gain, ci95 = measured.reward_gain.value, measured.reward_gain.ci95
     elif name in REWARDS:
         reference, (gain, ci95) = None, _reward(name, measured.served)
     else:

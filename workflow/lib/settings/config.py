@@ -23,6 +23,7 @@ from workflow.lib.settings.data import DataColumns, DataConfig, DataSource
 from workflow.lib.settings.errors_in_words import explain
 from workflow.lib.settings.evaluate import (
     HELDOUT_LOSS,
+    REWARD,
     REWARDS,
     EvaluateConfig,
     ExportConfig,
@@ -222,6 +223,11 @@ class RunConfig(Sections):
 
     @model_validator(mode="after")
     def _required_rewards_are_trained(self) -> "RunConfig":
+        if REWARD in self.evaluate.require and not self.samples:
+            raise ValueError(
+                f"evaluate.require = {REWARD}: rewards.functions names none. Name one, or remove "
+                "the requirement"
+            )
         required = [name for name in REWARDS if name in self.evaluate.require]
         if required and needs_of(self.train.objective).examples not in PAIRED:
             raise ValueError(

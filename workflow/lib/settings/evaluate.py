@@ -12,6 +12,7 @@ from workflow.lib.settings.section_base import Section
 HELDOUT_LOSS, OTHER_TEXT_LOSS = "heldout_loss", "other_text_loss"
 # Of held-out pairs or rated answers: the required number is the value, no gain over a model.
 REWARDS = ("reward_accuracy", "reward_margin")
+REWARD = "reward"  # of sampled answers to held-out prompts: the gain since the first round
 CONVERTER = "convert_hf_to_gguf.py"  # of a llama.cpp checkout
 ADAPTER_CONVERTER = "convert_lora_to_gguf.py"
 # Of xllamacpp, as in envs/pins.txt, whose last number is llama.cpp's; and its source's SHA-256 by
@@ -23,6 +24,7 @@ MEASURED_BY = {
     HELDOUT_LOSS: "heldout",
     OTHER_TEXT_LOSS: "forgetting",
     **dict.fromkeys(REWARDS, "heldout"),
+    REWARD: None,
 }
 CHECKED_BEFORE = Affects(stages=("preflight_run", "evaluate_run"))
 GGUF_STAGES = Affects(stages=("convert_gguf", "publish_run"))
@@ -217,6 +219,8 @@ class EvaluateConfig(Section):
         for name in self.require:
             own = HELDOUT_LOSS if is_loss(name) else name
             setting = MEASURED_BY.get(own)
+            if own == REWARD:
+                continue
             if setting is not None and not getattr(self, setting):
                 raise ValueError(
                     f"require = {name}: it is not measured ({setting} = False). Set {setting} to "
