@@ -196,8 +196,8 @@ class EvaluateConfig(Section):
     )
     """Least gain of the served model over the original: `heldout_loss` (by the objective),
     `heldout_loss/<source>`, `other_text_loss` or `task/metric`; -0.02 allows a loss of 0.02. For
-    preferences the least `reward_accuracy` or `reward_margin` itself. If it is missed, the workflow
-    fails."""
+    preferences the least `reward_accuracy` or `reward_margin` itself; of sampled answers `reward`:
+    the gain of held-out prompts since the first round. If it is missed, the workflow fails."""
     require_by: Annotated[Literal["estimate", "interval"], Affects(stages=("require_gain",))] = (
         "estimate"
     )

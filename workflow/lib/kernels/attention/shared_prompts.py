@@ -144,8 +144,8 @@ def prompt_mask(position_ids: torch.Tensor, kind: MaskKind) -> torch.Tensor:
     prompt_length = position_ids.gather(1, begins)
     first = torch.where(position_ids == 0, number, 0).cummax(dim=1).values  # with the prompt
     query, key = position_ids[:, :, None], position_ids[:, None, :]
-    of_prompt = (number[:, None, :] == first[:, :, None]) & (key < prompt_length[:, :, None])
-    seen: torch.Tensor = (number[:, :, None] == number[:, None, :]) | of_prompt
+    prompt_keys = (number[:, None, :] == first[:, :, None]) & (key < prompt_length[:, :, None])
+    seen: torch.Tensor = (number[:, :, None] == number[:, None, :]) | prompt_keys
     seen &= key <= query
     if kind.window is not None:
         seen &= query - key < kind.window
