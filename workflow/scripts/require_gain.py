@@ -4,6 +4,7 @@ The gain is over the original model, or over the NF4 base if that was not measur
 evaluations only, so nothing is lost when it fails; writes `requirements.json` when all are met."""
 
 import argparse
+from pathlib import Path
 
 from workflow.lib.artifacts.evaluation_record import Requirements
 from workflow.lib.artifacts.records import Provenance
