@@ -25,6 +25,7 @@ from workflow.lib.artifacts.layout import (
     report_settings,
     rewards_file,
     rewards_key,
+    sensitivity_path,
     settings_path,
     stage_settings,
     token_arrays,
@@ -34,6 +35,8 @@ from workflow.lib.artifacts.layout import (
 from workflow.lib.artifacts.starts import with_starts
 from workflow.lib.settings.config import (
     HardwareConfig,
+    LoraSettings,
+    QuantizeConfig,
     ReportConfig,
     RunConfig,
     Section,
@@ -287,6 +290,20 @@ def test_base_waits_for_tokens_where_the_model_decides_whether_they_calibrate():
     assert base_dir(chosen) != base_dir(other_rows)
     on_gpus = chosen.model_copy(update={"hardware": HardwareConfig(gpus=2)})
     assert base_dir(chosen) == base_dir(on_gpus)
+
+
+def test_base_of_decided_bits_depends_on_the_plan_and_checkpoints_on_its_content_alone():
+    """Another number of GPUs decides again; where the same linears stay, the training resumes."""
+    auto = QuantizeConfig(keep="auto")
+    runs = [
+        RunConfig(quantize=auto, hardware=HardwareConfig(gpus=gpus), lora=LoraSettings(r=rank))
+        for gpus, rank in ((1, 16), (2, 16), (1, 8))
+    ]
+    assert len({base_key(run) for run in runs}) == 3
+    assert len({sensitivity_path(run) for run in runs}) == 1
+    assert len({fingerprint(run) for run in runs}) == 2, "the rank is part of the training"
+    plain = [run.model_copy(update={"quantize": QuantizeConfig()}) for run in runs]
+    assert len({base_key(run) for run in plain}) == 1
 
 
 def test_text_that_calibrates_is_an_input():

@@ -142,17 +142,19 @@ def earlier_rewards(run: RunConfig) -> list[str]:
 
 
 def base_key(run: RunConfig) -> str:
-    """Short hash of all that the quantized base depends on; of tokens only if they calibrate, or
-    measure; of the plan's settings only if preflight decides what it keeps."""
-    settings = _comparable(run, _defines_result).quantize.model_dump(mode="json")
-    tokens = rows_key(first_run(run)) if _reads_tokens(run) else None
+    """Short hash of all that the quantized base depends on; of the plan's settings only if
+    preflight decides what it keeps."""
     planned = [stage_settings("preflight_run", first_run(run))] if run.quantize.measures else []
-    return short_hash([*_model(run), *_rope(run), settings, tokens, *planned])
+    return short_hash([*_base(run), *planned])
 
 
-def _reads_tokens(run: RunConfig) -> bool:
-    """Whether the base depends on tokens."""
-    return run.quantize.calibrates or run.quantize.measures
+def _base(run: RunConfig) -> list[Any]:
+    """Return all that the base depends on besides a plan; tokens only if they calibrate, or
+    measure."""
+    settings = _comparable(run, _defines_result).quantize.model_dump(mode="json")
+    reads_tokens = run.quantize.calibrates or run.quantize.measures
+    tokens = rows_key(first_run(run)) if reads_tokens else None
+    return [*_model(run), *_rope(run), settings, tokens]
 
 
 def sensitivity_path(run: RunConfig) -> str:
@@ -334,7 +336,8 @@ def folder_of_form(name: str, form: str) -> str:
 
 
 def fingerprint(run: RunConfig, *, any_length: bool = False) -> str:
-    """Short hash of the training trajectory's settings; any_length: without its end."""
+    """Short hash of the training trajectory's settings; any_length: without its end. What preflight
+    keeps in 16 bits is content of the base."""
     trained = _comparable(run, _defines_result)
     train = trained.train.model_dump(mode="json")
     if any_length:
@@ -344,7 +347,7 @@ def fingerprint(run: RunConfig, *, any_length: bool = False) -> str:
     numerics = [run.model.compute_dtype, run.model.attention_dropout, run.model.attention]
     # sampled answers depend on the start already
     start = None if run.start is None or run.samples else fingerprint(run.start)
-    return short_hash([tokens_key(run), base_key(run), train, others, numerics, start])
+    return short_hash([tokens_key(run), short_hash(_base(run)), train, others, numerics, start])
 
 
 def checkpoint_dir(name: str, run: RunConfig) -> str:
