@@ -15,7 +15,9 @@ rule preflight_run:
     threads: cores
     params:
         free_settings=free_settings("preflight_run"),
+        # Answers are sampled later.
+        of_prompts=from_run(lambda run: ["--of-prompts"] if run.samples else []),
     shell:
         "python -m workflow.scripts.preflight_run --config {input.settings:q} {params.free_settings:q}"
-        " --run {wildcards.run:q} --model {input.description:q} --tokens {input.manifest:q}"
+        " --run {wildcards.run:q} --model {input.description:q} --tokens {input.manifest:q} {params.of_prompts}"
         " --sensitivities {input.sensitivities:q} --base {input.base:q} --output {output:q} --log {log:q}"

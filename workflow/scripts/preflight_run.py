@@ -51,6 +51,7 @@ from workflow.lib.planning.preflight.what_if import (
     machine_by_hand,
     settings_of,
 )
+from workflow.lib.planning.token_counts import TokenCounts
 from workflow.lib.recording.recording_process import (
     PlanRecorder,
     RecordingProcess,
@@ -58,6 +59,7 @@ from workflow.lib.recording.recording_process import (
     recording_process,
 )
 from workflow.lib.settings.config import RunConfig
+from workflow.lib.settings.objectives import needs_of
 from workflow.lib.settings.train import RopeScaling
 from workflow.lib.system.environment import importing
 from workflow.lib.system.errors import UserError, setting_error
@@ -92,6 +94,8 @@ def main(args: argparse.Namespace) -> None:
         check_tasks(settings.evaluate)
     shape = read_model(Path(args.model), args.description)
     tokens = read_tokens(args.tokens)
+    if args.of_prompts:
+        tokens = of_answers(tokens, settings)
     machine = read_machine(settings.hardware)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(args.output.parent).free
@@ -110,6 +114,14 @@ def with_kept(settings: RunConfig, base: Path | None) -> RunConfig:
         return settings
     recorded = read_record(base / "quantization.json", Quantization).settings["keep"]
     return settings.model_copy(update={"quantize": settings.quantize.keeping(recorded)})
+
+
+def of_answers(tokens: TokenCounts, settings: RunConfig) -> TokenCounts:
+    """Return the counts of a round, by those of the rows whose prompts it answers."""
+    answers, examples = settings.answers, needs_of(settings.train.objective).examples
+    per_prompt = {"texts": 1, "pairs": 2}.get(examples, answers.per_prompt)
+    count = per_prompt * answers.prompts_per_round
+    return tokens.of_answers(count, answer_tokens=answers.max_new_tokens)
 
 
 def read_model(model: Path, description: Path | None) -> ModelShape:
@@ -318,6 +330,9 @@ def parser() -> argparse.ArgumentParser:
         help="of a run that fits, write to the log alone; by hand, print a few lines",
     )
     arguments.add_argument("--tokens", type=Path, help="manifest.json of the tokens")
+    arguments.add_argument(
+        "--of-prompts", action="store_true", help="sampled answers to the tokens' prompts"
+    )
     add_by_hand(arguments)
     return arguments
 

@@ -71,7 +71,7 @@ def work(args: argparse.Namespace, process: Process) -> None:
     folders = [args.base, *([args.start] if args.start else [])]
     files = [file for folder in folders for file in files_of(folder)]
     recorded = [*files, *recorded_arrays(args.tokens, tokens.manifest)]
-    check_recorded(recorded, world=process.world, moved=process.pulse.moved)
+    check_recorded(recorded, world=process.world)
     with main_first(process.world):
         prompts = find_prompts(args, tokens, settings)
         chosen = prompts.chosen()

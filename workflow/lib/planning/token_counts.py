@@ -1,6 +1,7 @@
 """The counts of a tokens folder that predictions depend on."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 from workflow.lib.kernels.attention.document_lengths import LengthGroup
 
@@ -17,6 +18,19 @@ class TokenCounts:
     documents: int = 0  # of the training split; 0: unknown
     lengths: tuple[LengthGroup, ...] = ()
     """Of documents and padding in its rows; empty: unknown, and equal lengths are assumed."""
+
+    def of_answers(self, answers: int, *, answer_tokens: int) -> "TokenCounts":
+        """Return the counts of this many answers of at most `answer_tokens` to prompts of these
+        rows, each with its prompt."""
+        untrained = self.packed_rows * self.seq_len - self.trained_tokens
+        length = min(self.seq_len, untrained / max(1, self.documents) + answer_tokens)
+        return replace(
+            self,
+            packed_rows=max(1, math.ceil(answers * length / self.seq_len)),
+            trained_tokens=answers * answer_tokens,
+            documents=answers,
+            lengths=(),
+        )
 
     @property
     def documents_per_row(self) -> float:

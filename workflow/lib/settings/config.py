@@ -282,30 +282,6 @@ class RunConfig(Sections):
         return self
 
     @model_validator(mode="after")
-    def _sampled_answers_can_be_trained(self) -> "RunConfig":
-        objective, most = self.train.objective, self.answers.max_new_tokens
-        if self.answers.round > 1 and not self.samples:
-            raise ValueError(f"rewards.functions = {{}}: rounds are set. {NO_REWARD}")
-        if needs_of(objective).examples == "groups" and not self.samples:
-            raise ValueError(
-                f"rewards.functions = {{}}: train.objective = {objective} trains on sampled "
-                f"answers. {NO_REWARD}, and take another objective"
-            )
-        if not self.samples:
-            return self
-        if objective not in SAMPLING:
-            raise ValueError(
-                f"rewards.functions: train.objective = {objective} does not train on sampled "
-                f"answers. Set one of {', '.join(SAMPLING)}, or remove the functions"
-            )
-        if most >= self.data.seq_len:
-            raise ValueError(
-                f"answers.max_new_tokens = {most}: a row has data.seq_len = {self.data.seq_len} "
-                "tokens, prompt included. Lower it, or raise data.seq_len"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _served_within_known_limits(self) -> "RunConfig":
         if limit := first_limit(self):
             raise ValueError(limit)
@@ -396,14 +372,42 @@ def _objective_settings(run: Sections) -> dict[str, tuple[Section, str]]:
     }
 
 
+def _fault_of_rounds(run: RunConfig) -> str | None:
+    """Return why a run cannot train on sampled answers as its settings say. Not a validator: a
+    stage reads some of these sections alone."""
+    objective, most = run.train.objective, run.answers.max_new_tokens
+    if not run.samples:
+        if run.answers.round > 1:
+            return f"rewards.functions = {{}}: rounds are set. {NO_REWARD}"
+        if needs_of(objective).examples == "groups":
+            return (
+                f"rewards.functions = {{}}: train.objective = {objective} trains on sampled "
+                f"answers. {NO_REWARD}, and take another objective"
+            )
+    elif objective not in SAMPLING:
+        return (
+            f"rewards.functions: train.objective = {objective} does not train on sampled answers. "
+            f"Set one of {', '.join(SAMPLING)}, or remove the functions"
+        )
+    elif most >= run.data.seq_len:
+        return (
+            f"answers.max_new_tokens = {most}: a row has data.seq_len = {run.data.seq_len} tokens, "
+            "prompt included. Lower it, or raise data.seq_len"
+        )
+    return None
+
+
 def _unread_settings(
     document: Mapping[str, object], config: Config, runs: Mapping[str, RunConfig]
 ) -> list[str]:
-    """Return a line for each setting that no objective reads: of a run its own, of all runs the
-    shared ones."""
+    """Return a line for each setting that no objective reads (of a run its own, of all runs the
+    shared ones), and for each run that cannot train on sampled answers."""
     lines = []
     if config.answers != AnswersConfig() and not any(run.samples for run in runs.values()):
         lines.append(f"rewards.functions = {{}}: answers are set. {NO_REWARD}.")
+    for name, run in runs.items():
+        if fault := _fault_of_rounds(run):
+            lines.append(f"runs.{name}.{fault}.")
     objectives = {run.train.objective for run in runs.values()}
     for setting, (section, key) in _objective_settings(config).items():
         if not objectives & {*readers_of(setting)}:

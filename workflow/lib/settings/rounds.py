@@ -11,6 +11,7 @@ from workflow.lib.settings.section_base import Name, Section
 from workflow.lib.system.errors import setting_error
 
 MOST_ROUNDS = 1000
+PLANNED = Affects(stages=("sample_answers", "preflight_run"))
 PACKED = Affects(stages=("pack_answers",))
 
 
@@ -20,14 +21,14 @@ class AnswersConfig(Section):
 
     affects: ClassVar = Affects("result", stages=("sample_answers",))
 
-    per_prompt: int = Field(8, ge=2, le=1024)
+    per_prompt: Annotated[int, PLANNED] = Field(8, ge=2, le=1024)
     """Answers to a prompt."""
-    prompts_per_round: int = Field(64, ge=1, le=65_536)
+    prompts_per_round: Annotated[int, PLANNED] = Field(64, ge=1, le=65_536)
     """Prompts of a round: the next ones of the training rows, in an order by `seed`."""
     heldout_prompts: int = Field(32, ge=1, le=65_536)
     """Held-out prompts, the same in every round. Their rewards compare rounds; no run trains on
     them."""
-    max_new_tokens: int = Field(256, ge=1, le=131_072)
+    max_new_tokens: Annotated[int, PLANNED] = Field(256, ge=1, le=131_072)
     """Longest answer, tokens. A prompt that leaves less room in `data.seq_len` is left out."""
     temperature: float = Field(1.0, gt=0.0, le=100.0)
     """The logits are divided by it."""
