@@ -15,7 +15,8 @@ def local_run(folder, **changes):
     for name in ("base", "tasks"):
         (folder / name).mkdir(exist_ok=True)
     (folder / "base" / "config.json").write_text("{}")
-    (folder / "base" / "model.safetensors").touch()
+    for name in ("model.safetensors", "tokenizer.json"):
+        (folder / "base" / name).touch()
     for name in ("train.jsonl", "heldout.jsonl"):
         (folder / name).touch()
     document = {
@@ -145,6 +146,7 @@ OTHER_FOLDERS = {
         ["config.json", "model-00001-of-00002.safetensors"],
         "(shards without model.safetensors.index.json)",
     ),
+    "no-tokenizer": (["config.json", "model.safetensors"], "it has no tokenizer; it has config."),
     "tekken": (
         ["config.json", "model.safetensors", "tekken.json"],
         "its only tokenizer is tekken.json, Mistral's own format",

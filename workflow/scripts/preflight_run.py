@@ -147,8 +147,9 @@ def predict(args: argparse.Namespace, planned: PlannedRun) -> None:
     show = logger.info if (by_hand and not args.brief) or not decision.fits else logger.debug
     show("%s", render(result, run=args.run, host_origin=machine.imagined_host))
     if decision.fits and by_hand == args.brief:
-        more = "the same without --brief" if by_hand else "snakemake --cores 1 preflight"
-        logger.info("%s", summary(result, run=args.run, more=more))
+        logger.info("%s", summary(result, run=args.run))
+        if not by_hand:
+            logger.info("more: snakemake --cores 1 preflight")
     needs = attention_needs(shape)
     attention = training_attention(settings.model, machine, needs)
     show = logger.debug if args.brief and not by_hand and decision.fits else logger.info

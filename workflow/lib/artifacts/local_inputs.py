@@ -5,7 +5,6 @@ from pathlib import Path
 
 from workflow.lib.artifacts.layout import SERVING
 from workflow.lib.checkpoints.files.model_files import (
-    TEKKEN,
     fault_of_files,
     fault_of_tokenizer,
     named_weights,
@@ -132,14 +131,12 @@ def _refuse_gguf(source: str) -> None:
 
 
 def _refuse_other_folders(source: str) -> None:
-    """Raise `UserError` for a folder that is no base: an adapter, no weights, Tekken alone."""
+    """Raise `UserError` for a folder that is no base: an adapter, no weights, no tokenizer."""
     folder = Path(source)
     if is_hub_id(source) or not path_exists(source) or not folder.is_dir():
         return
     names = {path.name for path in folder.iterdir()}
-    fault = fault_of_files(names, named_weights=named_weights(folder))
-    if fault is None and TEKKEN in names:
-        fault = fault_of_tokenizer(names)
+    fault = fault_of_files(names, named_weights=named_weights(folder)) or fault_of_tokenizer(names)
     if fault is not None:
         raise setting_error("model.source", source, *fault)
 

@@ -90,8 +90,8 @@ def _bits(curve: BitCurve) -> Table:
     return table
 
 
-def summary(forecast: Forecast, *, run: str, more: str) -> str:
-    """Return the facts of a run that fits, a line each; more: the command that shows all."""
+def summary(forecast: Forecast, *, run: str) -> str:
+    """Return the facts of a run that fits, a line each."""
     facts = _facts(forecast, host_origin=None)
     taken, whole = _size(forecast.reserved_bytes), _size(forecast.capacity_bytes)
     return "\n".join(
@@ -99,7 +99,6 @@ def summary(forecast: Forecast, *, run: str, more: str) -> str:
             f"run {run} fits: a process takes {taken} of {whole}, host memory "
             f"{facts['host memory']}",
             *(f"{name}: {facts[name]}" for name in ("plan", "time", "disk")),
-            f"more: {more}",
         ]
     )
 
