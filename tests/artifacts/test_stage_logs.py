@@ -16,6 +16,7 @@ from workflow.lib.artifacts.stage_logs import (
     from_the_future,
 )
 from workflow.lib.system.errors import PeerLostError
+from workflow.lib.system.limits import INTERRUPTED
 
 STAMP = "2026-11-21 10:11:55,585"
 
@@ -80,6 +81,15 @@ def test_error_of_a_failed_job_is_shown_once_in_place_of_its_command(tmp_path, c
     assert not filtering.show()
     assert not filtering.filter(snakemakes("At least one job did not complete successfully."))
     assert capsys.readouterr().err.count("data.train: no rows") == 1
+
+
+def test_interrupted_jobs_without_an_error_of_their_own_are_told_as_interrupted(tmp_path, capsys):
+    log(tmp_path, f"{STAMP} DEBUG {BEGUN}", f"{STAMP} DEBUG {ENDED}")  # it imports packages
+    filtering = FailedJobs(tmp_path, since=0, is_interrupted=lambda: True)
+    assert not filtering.filter(snakemakes(None, event="job_error"))
+    assert not filtering.filter(snakemakes("At least one job did not complete successfully."))
+    filtering.show_last()
+    assert capsys.readouterr().err == f"{INTERRUPTED}\n"
 
 
 def test_logs_of_earlier_invocations_are_left_out(tmp_path):

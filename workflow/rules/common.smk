@@ -92,7 +92,9 @@ def shipped(settings):
 config = overridden(shipped(config), command_line)
 
 STARTED = time.time()
-FAILED_JOBS = FailedJobs(Path(with_prefix("logs")), since=STARTED)
+FAILED_JOBS = FailedJobs(
+    Path(with_prefix("logs")), since=STARTED, is_interrupted=interrupts.is_ending
+)
 
 
 def made_or_own(path):
@@ -477,7 +479,7 @@ onsuccess:
 
 
 onerror:
-    FAILED_JOBS.show()
+    FAILED_JOBS.show_last()
     used = {
         made_or_own(path)
         for run in RUNS.values()

@@ -8,11 +8,12 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from workflow.lib.system.errors import PeerLostError
+from workflow.lib.system.limits import INTERRUPTED
 
 RECORD = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (?P<level>[A-Z]+) (?P<text>.*)$")
 TROUBLE = frozenset({"WARNING", "ERROR", "CRITICAL"})
@@ -36,11 +37,14 @@ SAYS_LESS = ("Exiting because a job execution failed", "At least one job did not
 
 class FailedJobs(logging.Filter):
     """Filter of Snakemake's messages on the terminal: of a failed job show the error in its log, in
-    place of its command. since: as of `failure_causes`."""
+    place of its command. since: as of `failure_causes`; is_interrupted: whether the user ends the
+    jobs, of which those that still import packages write no error."""
 
-    def __init__(self, folder: Path, *, since: float) -> None:
+    def __init__(
+        self, folder: Path, *, since: float, is_interrupted: Callable[[], bool] = lambda: False
+    ) -> None:
         super().__init__()
-        self._folder, self._since = folder, since
+        self._folder, self._since, self._is_interrupted = folder, since, is_interrupted
         self._shown: set[str] = set()
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -48,9 +52,17 @@ class FailedJobs(logging.Filter):
         text = record.getMessage()
         if "CalledProcessError in file" in text:
             return False  # `job_error`, which follows, has the same command
-        if self._shown and any(less in text for less in SAYS_LESS):
+        if (self._shown or self._is_interrupted()) and any(less in text for less in SAYS_LESS):
             return False
-        return getattr(record, "event", None) != "job_error" or not self.show()
+        if getattr(record, "event", None) != "job_error":
+            return True
+        return not (self.show() or self._is_interrupted())
+
+    def show_last(self) -> None:
+        """Print the causes that are left, or that the user ended the jobs."""
+        self.show()
+        if self._is_interrupted() and not self._shown:
+            print(INTERRUPTED, file=sys.stderr, flush=True)
 
     def show(self) -> bool:
         """Print causes that were not shown yet; return whether there are some."""

@@ -32,6 +32,11 @@ def end_with_jobs(*, jobs_run_here: bool) -> None:
     _catch(partial(_end_with_jobs, jobs_run_here))
 
 
+def is_ending() -> bool:
+    """Return whether a signal ends the jobs."""
+    return bool(_ENDING)
+
+
 def _catch(handler: Callable[[int, FrameType | None], None]) -> None:
     """Handle both signals by `handler`, unless they are ignored."""
     if threading.current_thread() is not threading.main_thread():
