@@ -22,6 +22,24 @@ from workflow.scripts.command import LogFile, Terminal, interrupt, only_writer, 
 logger = logging.getLogger("workflow")
 
 
+@pytest.mark.parametrize(
+    ("stage", "package"),
+    [
+        *((name, "torch") for name in ("tokenize_dataset", "preview", "preflight_run")),
+        *((name, "torch") for name in ("write_card", "render_report", "evaluate_run")),
+        *((name, "scipy") for name in ("describe_model", "quantize_base", "consolidate")),
+        ("finetune_worker", "scipy"),
+    ],
+)
+def test_stage_starts_without_packages_that_it_does_not_use(stage, package):
+    command = [sys.executable, "-X", "importtime", "-m", f"workflow.scripts.{stage}", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "argparse" in imported
+    assert package not in imported
+    assert "was not found" not in done.stderr
+
+
 @pytest.fixture(autouse=True)
 def _handlers_are_put_back():
     handlers, level, propagate = logger.handlers[:], logger.level, logger.propagate
