@@ -51,6 +51,8 @@ def test_entry_that_keeps_nothing_is_refused_with_the_names():
     [
         ({"method": "none", "keep": ("q_proj",)}, "keeps all linears in 16 bits"),
         ({"keep": ("q_(proj",)}, "is no regular expression"),
+        ({"keep": ("auto", "q_proj")}, "auto decides the bits of every linear"),
+        ({"keep": "auto", "method": "none"}, "keep = auto: method = none keeps all linears"),
     ],
 )
 def test_settings_that_contradict_themselves_are_refused(settings, reason):

@@ -228,6 +228,11 @@ class QuantizeConfig(Section):
                 f"keep = {list(self.patterns) or self.keep}: method = none keeps all linears in 16 "
                 "bits. Remove keep, or set method to absmax to have the others in 4 bits"
             )
+        if "auto" in self.patterns:
+            raise ValueError(
+                f"keep = {list(self.patterns)}: auto decides the bits of every linear, and others "
+                "are named beside it. Write keep: auto, or name linears alone"
+            )
         for pattern in self.patterns:
             try:
                 re.compile(pattern)
