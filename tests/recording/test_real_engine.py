@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from tests.support.models import adapted, quantized, tiny_gemma2, tiny_llama
 from tests.support.preflight_examples import SEVEN, setup
 from workflow.lib.model.architecture.model_shape import described_config
+from workflow.lib.model.fusion.fuse_layers import fuse_norms_between_
 from workflow.lib.model.recomputation import checkpoint_activations_
 from workflow.lib.model.training_module import loss_in
 from workflow.lib.objectives.from_settings import objective_of
@@ -29,7 +30,7 @@ from workflow.lib.training.batches import make_batch, with_examples, with_scores
 from workflow.lib.training.gradients import LossSum
 from workflow.lib.training.micro_batch_graphs import forward_backward
 
-ROWS, SEQ_LEN = 2, 64
+ROWS, SEQ_LEN, TILE = 2, 64, 16
 ATTENTION_ONLY = SEVEN[:4]
 
 
@@ -206,6 +207,30 @@ def test_peak_above_the_weights_is_that_of_the_engine(process, folders, lever):
     )  # fmt: skip
     found = peak(recorded(process, source, plan))
     assert [found] == pytest.approx(allocated(base, **wanted), rel=0.02)
+
+
+def tiled_peak(base, *, tokens):
+    """As `allocated`, of fused layers in tiles of so many tokens (0: whole rows)."""
+    training = adapted_in_bf16(base, every=0, target_modules=SEVEN, fused_layers=True)
+    if tokens:
+        fuse_norms_between_(training.peft_model.get_base_model().get_decoder())
+        training.tile_(tokens)
+    batch = random_batch()
+    with Recorder([*training.parameters(), *training.buffers()]) as seen:
+        with training.adapters.unchanged():
+            training(batch).backward()
+    return seen.peak
+
+
+def test_tiles_save_what_they_save_on_the_engine(process, folders):
+    """Without recomputation the peak is where fused layers compute nothing in place."""
+    source, base = folders
+    options = {"fused_layers": True, "activation_checkpointing": False}
+    plans = [chosen(tile_tokens=tokens, **options) for tokens in (0, TILE)]
+    recorded_peaks = [peak(recorded(process, source, plan)) for plan in plans]
+    measured = [tiled_peak(base, tokens=tokens) for tokens in (0, TILE)]
+    assert recorded_peaks == pytest.approx(measured, rel=0.02)
+    assert recorded_peaks[1] < 0.8 * recorded_peaks[0]
 
 
 @pytest.fixture(scope="module", params=[None, 50.0], ids=["plain", "soft-capped"])

@@ -16,6 +16,7 @@ PLANNED = {
     "offload_window_bytes",
     "offload_embedding",
     "offload_layers",
+    "tile_tokens",
 }
 
 

@@ -55,6 +55,12 @@ SINGLE = {
     "fused, dropout, 4 rows at a time": {
         "fused_layers": True, "dropout": 0.3, "micro_batch_size": 4,
     },
+    "fused, tiled": {"fused_layers": True, "tile_tokens": 7},
+    "fused, tiled, activations kept": {
+        "fused_layers": True, "tile_tokens": 7, "activation_checkpointing": False,
+    },
+    "fused, dropout, tiled": {"fused_layers": True, "dropout": 0.3, "tile_tokens": 7},
+    "fused, dora, tiled": {"fused_layers": True, "use_dora": True, "tile_tokens": 7},
     "fused, dropout, activations offloaded": {
         "fused_layers": True, "dropout": 0.3, **STASHED, "activation_checkpointing": False,
     },
@@ -79,6 +85,8 @@ SHARDED = {
     "clipped": {"max_grad_norm": CLIP},
     "fused, dropout": {"fused_layers": True, "dropout": 0.3},
     "fused, dora": {"fused_layers": True, "use_dora": True},
+    "fused, dropout, tiled": {"fused_layers": True, "dropout": 0.3, "tile_tokens": 7},
+    "fused, tiled": {"fused_layers": True, "tile_tokens": 7, "reshard_after_forward": False},
     "fused, every second layer's activations offloaded": {
         "fused_layers": True,
         **STASHED,
@@ -178,7 +186,7 @@ def test_run_is_the_same_for_any_micro_batch(single, variant):
 @pytest.mark.parametrize("variant", SHARDED)
 def test_run_is_the_same_for_any_number_of_processes(single, sharded, variant):
     """Those that train something else by the run of one process that does so, too."""
-    others = ("clipped", "fused, dropout", "fused, dora")
+    others = ("clipped", "fused, dropout", "fused, dora", "fused, dropout, tiled")
     reference = single[variant if variant in others else "6 rows at once"]
     for result in sharded:
         assert_same_run(result[variant], reference)
@@ -240,6 +248,14 @@ def test_micro_batches_of_another_size_meet_the_same_dropout(single):
 def test_fused_layers_with_dora_train_the_same_run(single):
     assert_same_run(single["fused, dora"], single["dora"])
     assert_identical(single["fused, dora, activations kept"], single["fused, dora"])
+
+
+def test_tiles_of_tokens_train_the_same_run(single):
+    """Tiles of 7 tokens, which begin within rows; with dropout the same masks."""
+    assert_same_run(single["fused, tiled"], single["fused"])
+    assert_same_run(single["fused, dropout, tiled"], single["fused, dropout"])
+    assert_same_run(single["fused, dora, tiled"], single["fused, dora"])
+    assert_identical(single["fused, tiled, activations kept"], single["fused, tiled"])
 
 
 def test_weights_kept_after_forward_change_no_bit(sharded):

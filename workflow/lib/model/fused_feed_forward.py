@@ -36,6 +36,7 @@ from workflow.lib.model.layers.lora_matmul import (
     values,
 )
 from workflow.lib.model.layers.split_autograd import apply_split, first_outputs
+from workflow.lib.model.token_tiles import TokenTiles
 
 Gates = tuple[torch.Tensor, torch.Tensor]
 Factors = Sequence[torch.Tensor | None]
@@ -61,6 +62,8 @@ class FusedFeedForward(nn.Module):
     """Replaces a family's module; its linears keep their names. They compute one by one where one
     node cannot (adapter off, DoRA with dropout or biases)."""
 
+    tiles: TokenTiles | None = None
+
     def __init__(self, original: nn.Module, *, form: Form) -> None:
         """form: what `original` computes."""
         super().__init__()
@@ -70,12 +73,14 @@ class FusedFeedForward(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return down(act(gate(x)) * up(x)), with the form's multipliers; x: (..., hidden)."""
-        y, form = self._product(x), self._form
+        y = self.compute(x) if self.tiles is None else self.tiles.output(self, x)
+        form = self._form
         if form.output_multiplier != 1.0:
             y = y * form.output_multiplier
         return nn.functional.dropout(y, form.dropout, self.training) if form.dropout else y
 
-    def _product(self, x: torch.Tensor) -> torch.Tensor:
+    def compute(self, x: torch.Tensor, *, valued: bool = True) -> torch.Tensor:
+        """Return the same without what follows `down`; as `token_tiles.Tiled.compute`."""
         form = self._form
         layers: list[Any] = [self.get_submodule(name) for name in (*form.into, form.down)]
         if not all(map(_fits_node, layers)):
@@ -95,7 +100,12 @@ class FusedFeedForward(nn.Module):
             return value(down, product, low_rank([down], product))
 
         options = layers, draws, form
-        y = apply_split(_FeedForwardGradient, x, *options, *factors, *weights, value=output)
+        y = apply_split(
+            _FeedForwardGradient,
+            *(x, *options, *factors, *weights),
+            value=output,
+            valued=valued or last_factor is not None,
+        )
         if last_factor is None:
             return y
         kept = lengthened(y, last_factor)

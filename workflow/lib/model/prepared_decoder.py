@@ -107,6 +107,8 @@ class PreparedDecoder:
         rotate_by_document_(causal_lm)
         self._causal_lm = causal_lm
         self._recurrent = separate_documents_(causal_lm, adapters)
+        self.in_head_groups = False
+        """Whether the backward of `varlen` attention takes some heads at a time."""
 
     @property
     def recurrent_layers(self) -> int:
@@ -132,6 +134,8 @@ class PreparedDecoder:
         inputs = decoder_inputs(self.attention, input_ids, position_ids, bounds)
         if shared is not None:
             inputs |= self._shared_arguments(shared, position_ids)
+        if self.in_head_groups and self.attention == VARLEN:
+            inputs |= {"in_head_groups": True}
         return inputs | {"position_ids": self._by_axis(inputs["position_ids"])}
 
     def sharing_obstacle(self) -> str | None:

@@ -28,6 +28,7 @@ from workflow.lib.model.loss.loss_scale import LossScale
 from workflow.lib.model.loss.tried_head import tried_head
 from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.prepared_decoder import PreparedDecoder
+from workflow.lib.model.token_tiles import tile_
 from workflow.lib.model.trained_modules import (
     ROWS,
     MasterRows,
@@ -139,6 +140,12 @@ class CausalLMForTraining(nn.Module):
             obstacle = "the balance of routers is that of whole rows"
         self.shares_prompts = obstacle is None
         return obstacle
+
+    def tile_(self, tokens: int) -> int:
+        """Compute feed-forwards and experts in tiles of so many tokens, and the backward of
+        attention in groups of heads; return how many modules have tiles."""
+        self._prepared.in_head_groups = True
+        return tile_(self.peft_model, self.adapters, tokens=tokens)
 
     def multiply_in_(self, dtype: str, passes: str) -> None:
         """Apply `train.matmul_dtype` to `train.matmul_passes`; raises `UserError` for a linear that

@@ -100,12 +100,13 @@ def norms(layer: DecoderLayer) -> int:
 
 def offload_window(shape: ModelShape, plan: StepPlan) -> int | None:
     """Bytes of offloaded activations on the device at a time, or None: two inputs of layers if all
-    layers are recomputed, else roughly a layer's activations."""
+    layers are recomputed (one with tiles: it is copied in a small share of a layer's time), else
+    roughly a layer's activations."""
     offloaded = plan.layers(shape.num_layers).activations_on_host
     if not offloaded:
         return None
     if all(map(plan.recomputes, offloaded)):
-        elements = 2 * shape.hidden_size
+        elements = (1 if plan.tile_tokens else 2) * shape.hidden_size
     else:
         elements = shape.largest(lambda layer: kept_elements(layer, plan))
     return int(plan.tokens * elements * plan.compute_bytes)

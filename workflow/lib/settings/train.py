@@ -527,6 +527,9 @@ class HardwareConfig(Section):
     offload_layers: Layers | Literal["auto"] = "auto"
     """Number of decoder layers, spread evenly, with packed weights offloaded to page-locked host
     memory. `auto` = the fewest with which the plan fits."""
+    tile_tokens: Annotated[int, Field(ge=0, le=2**24)] | Literal["auto"] = "auto"
+    """Tokens that feed-forwards and experts of long rows compute at a time; 0 = all. `auto` = 8,192
+    where rows of at least 16,384 need it. Only rounding differs."""
     reshard_after_forward: bool | Literal["auto"] = Field("auto", union_mode="left_to_right")
     """Free gathered weights after forward (FULL_SHARD). false = keep them for backward
     (SHARD_GRAD_OP): more memory, half the traffic."""

@@ -29,6 +29,9 @@ class Circumstances(NamedTuple):
     num_layers: int
     tied_embeddings: bool
     embedding: str  # path of the embedding
+    seq_len: int = 0  # tokens of a row
+    tileable: bool = False
+    """Whether the engine has feed-forwards or experts in one node."""
 
 
 class Obstacle(NamedTuple):
@@ -123,6 +126,9 @@ class MemoryOptions(BasePlan):
     fused_layers: bool = False  # fused norms and feed-forwards, where the family has such
     fused_loss: bool = False
     """Kernels compute the loss from 16-bit logits, and put the gradient in their place."""
+    tile_tokens: int = 0
+    """Tokens of feed-forwards and experts at a time; 0: all. Else attention's backward takes some
+    heads at a time, too."""
 
     def layers(self, num_layers: int) -> LayerChoice:
         """Return the decoder layers that the options take, of so many."""
@@ -236,7 +242,20 @@ def _needs_16_bits(plan: BasePlan, value: Value, where: Circumstances) -> Obstac
     return _needs_gpu(plan, value, where)
 
 
+def _tiles_obstacle(plan: BasePlan, value: Value, where: Circumstances) -> Obstacle | None:
+    if where.tileable:
+        return None
+    return Obstacle(
+        "tiles are of experts, and of gated feed-forwards with train.fused_layers = true, which "
+        "this model does not have",
+        "Set it to auto or 0",
+    )
+
+
 OFFLOADED = "offloaded to host memory"  # title
+# Of `auto`: the wide tensors of a tile of Llama 3.1 8B take 0.66 GiB, and decoding weights for each
+# tile reads and writes 1/55 of the bytes that its matmuls' work could (H200).
+TILE_TOKENS = 8192
 
 # The order of remedies: first those without effect on the result, the nearest first, then those
 # that round.
@@ -263,6 +282,20 @@ TABLE = (
         frees_gathered=True,
         title="gathered weights",
         words=lambda freed, _: "freed after forward" if freed else "kept for backward",
+    ),
+    MemoryOption(
+        "tile_tokens",
+        "hardware.tile_tokens",
+        off=0,
+        most=TILE_TOKENS,
+        # a shorter row has no tensors that matter
+        tried=lambda where: (
+            (0, TILE_TOKENS) if where.tileable and where.seq_len >= 2 * TILE_TOKENS else ()
+        ),
+        obstacle=_tiles_obstacle,
+        rounds=True,
+        title="recomputation",
+        words=lambda tokens, _: f"feed-forwards in tiles of {tokens:,} tokens" if tokens else "",
     ),
     MemoryOption(
         "offload_embedding",

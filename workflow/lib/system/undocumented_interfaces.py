@@ -54,6 +54,11 @@ INTERFACES = _interfaces(
         # float16: gradients divided by the loss scale; gradients that stay for CUDA graphs, zeroed;
         # matmuls in float8 with a scale per row
         "torch": "_foreach_mul_ _foreach_zero_ _scaled_mm",
+        # attention whose backward takes some heads at a time
+        "torch.nn.attention.varlen": "_varlen_attn _varlen_attn_backward",
+        "torch:ops.aten": (
+            "_scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward"
+        ),
         # where a process's part of a tensor begins
         "torch.distributed.tensor:DTensor": "__create_chunk_list__",
         # which saved tensors are views of parameters, and which have changed; NF4 experts of stock

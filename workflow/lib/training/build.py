@@ -28,7 +28,7 @@ from workflow.lib.model.backends import (
     resolve_matmul_dtype,
     resolve_training_attention,
 )
-from workflow.lib.model.fusion.fuse_layers import fuse_layers_
+from workflow.lib.model.fusion.fuse_layers import fuse_layers_, fuse_norms_between_
 from workflow.lib.model.host_embedding import StoredRows, empty_table_
 from workflow.lib.model.layers.frozen_linear import frozen_linears
 from workflow.lib.model.lora import (
@@ -194,7 +194,11 @@ def assemble_(
     adapted = inject_adapters(model, lora)
     # Before recurrent layers are divided by document: that replaces their forward.
     fused = fuse_layers_(model) if plan.fused_layers else Counter()
+    if plan.fused_layers and plan.tile_tokens:
+        fused["norms"] += fuse_norms_between_(model.get_decoder())
     training = CausalLMForTraining(adapted, fused_head=plan.fused_loss, objective=objective)
+    if plan.tile_tokens:
+        fused["tiled"] = training.tile_(plan.tile_tokens)
     if plan.offload_embedding:
         table = model.get_input_embeddings().weight
         assert not table.requires_grad, "preflight leaves a trained embedding on the device"

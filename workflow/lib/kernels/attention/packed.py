@@ -20,6 +20,11 @@ from workflow.lib.kernels.attention.arguments import (
     refuse_without_documents,
 )
 from workflow.lib.kernels.attention.attention_choice import FLASH, FLEX, VARLEN, WIDEST_HEAD
+from workflow.lib.kernels.attention.head_groups import (
+    by_head_groups,
+    cudnn_kernels,
+    varlen_kernels,
+)
 from workflow.lib.kernels.attention.shared_prompts import SharedPrompts, document_starts
 from workflow.lib.kernels.attention.wide import wide_attention
 
@@ -59,6 +64,7 @@ def varlen_attention(
     cu_seq_lens_q: torch.Tensor | None = None,
     max_length_q: int | None = None,
     shared_prompts: SharedPrompts | None = None,
+    in_head_groups: bool = False,
     scaling: float | None = None,
     sliding_window: int | None = None,
     dropout: float = 0.0,
@@ -67,8 +73,8 @@ def varlen_attention(
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within documents, in the form of Transformers' attention functions. query:
     (1, heads, tokens, head_dim); key, value: (1, key_value_heads, tokens, head_dim). Returns (1,
-    tokens, heads, head_dim) and no weights. Raises `UserError` for arguments that it cannot
-    follow."""
+    tokens, heads, head_dim) and no weights. in_head_groups: backward takes less memory. Raises
+    `UserError` for arguments that it cannot follow."""
     others["chunked attention"] = mask_kind(module, sliding_window).chunk
     check_arguments(
         module, others, attention_mask=attention_mask, is_causal=is_causal, dropout=dropout,
@@ -89,26 +95,33 @@ def varlen_attention(
     alike = (cu_seq_lens_q.numel() - 1) * max_length_q == query.shape[2]
     output: Any = None
     if alike and sliding_window is None and shared_prompts is None:
-        output = _equal_lengths_attention(q, k, v, length=max_length_q, scaling=scaling)
-    if output is None:
-        output = varlen_attn(
-            q,
-            k,
-            v,
-            cu_seq_lens_q,
-            bounds,
-            max_length_q,
-            longest,
-            scale=scaling,
-            window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
-            **GROUPED_HEADS,
+        output = _equal_lengths_attention(
+            q, k, v, length=max_length_q, scaling=scaling, in_head_groups=in_head_groups
         )
+    if output is None:
+        documents = cu_seq_lens_q, bounds, max_length_q, longest
+        window = (-1 if sliding_window is None else sliding_window - 1, 0)
+        if in_head_groups:
+            kernels = varlen_kernels(
+                *documents, scale=scaling, window=window, options=GROUPED_HEADS
+            )
+            output = by_head_groups(kernels, q, k, v)
+        else:
+            output = varlen_attn(
+                *(q, k, v, *documents), scale=scaling, window_size=window, **GROUPED_HEADS
+            )
     assert isinstance(output, torch.Tensor)
     return output[None], None
 
 
 def _equal_lengths_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, length: int, scaling: float | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    length: int,
+    scaling: float | None,
+    in_head_groups: bool,
 ) -> torch.Tensor | None:
     """Return causal attention (tokens, heads, head_dim) within documents of `length` tokens each by
     cuDNN; None where cuDNN cannot be used."""
@@ -117,6 +130,9 @@ def _equal_lengths_attention(
     )
     if not _cudnn_serves(queries, keys, values):
         return None
+    if in_head_groups:
+        output = by_head_groups(cudnn_kernels(scaling, length), queries, keys, values)
+        return output.transpose(1, 2).flatten(0, 1)
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         output = nn.functional.scaled_dot_product_attention(
             queries, keys, values, is_causal=True, scale=scaling, enable_gqa=True

@@ -24,12 +24,28 @@ KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 PROGRAM_GROUPS = 512  # of 8 features
 
 
+class Part(NamedTuple):
+    """Neighbouring tokens of a micro-batch."""
+
+    start: int = 0
+    tokens: int | None = None  # of the micro-batch; None: the part is all of it
+
+
 class Draw(NamedTuple):
     """The parameters of the mask of a linear's input."""
 
     row_keys: torch.Tensor  # (rows,) int64 on the input's device
     linear: int  # number of the linear among those of the model
     threshold: int  # dropped draws of 65,536
+    part: Part = Part()  # the input's tokens
+
+    def row_tokens(self, count: int) -> int:
+        """Return the tokens of a row, for an input of `count` tokens. Asserts that rows are whole:
+        a kernel would read past the keys."""
+        total, rows = self.part.tokens or count, len(self.row_keys)
+        assert total % rows == 0, f"{total} tokens are not {rows} rows of one length"
+        assert self.part.start + count <= total, "the part ends after the micro-batch"
+        return total // rows
 
     @property
     def scale(self) -> float:
@@ -40,14 +56,13 @@ class Draw(NamedTuple):
 def _by_kernel(
     out: torch.Tensor, rows: torch.Tensor, draw: Draw, add: bool = False
 ) -> torch.Tensor:
-    _check_tokens(rows, draw)
     tokens, features = rows.shape
     groups = -(-features // 8)
     assert out.is_contiguous(), "the kernel knows no strides"
     size = min(PROGRAM_GROUPS, power_of_two(groups))
     launch(
         "elementwise.drop", (tokens, -(-groups // size)), out, rows.contiguous(), draw.row_keys,
-        tokens // len(draw.row_keys), features, groups, draw.linear, draw.threshold,
+        draw.row_tokens(tokens), draw.part.start, features, groups, draw.linear, draw.threshold,
         add=add, size=size, num_warps=WARPS,
     )  # fmt: skip
     if add or out is rows:
@@ -56,25 +71,18 @@ def _by_kernel(
 
 
 def _by_torch(out: torch.Tensor, rows: torch.Tensor, draw: Draw, add: bool = False) -> torch.Tensor:
-    _check_tokens(rows, draw)
+    row_tokens = draw.row_tokens(len(rows))
     if out is not rows and not add:
         rows = out.copy_(rows)
-    tokens = torch.arange(len(rows), device=rows.device)
+    tokens = torch.arange(len(rows), device=rows.device) + draw.part.start
     count = max(1, CHUNK_ELEMENTS // rows.shape[1])
     for part, numbers in zip(rows.split(count), tokens.split(count), strict=True):
-        part.masked_fill_(_drops(draw, numbers, rows.shape), 0.0)
+        part.masked_fill_(_drops(draw, numbers, row_tokens, rows.shape[1]), 0.0)
     return out.add_(rows) if add else rows
 
 
-def _check_tokens(rows: torch.Tensor, draw: Draw) -> None:
-    """Raise if tokens are not of whole rows: a kernel would read past the keys."""
-    count = len(draw.row_keys)
-    assert len(rows) % count == 0, f"{len(rows)} tokens are not {count} rows of one length"
-
-
-def _drops(draw: Draw, tokens: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Return which elements of tokens (n,) of (T, features) are dropped, (n, features) bool."""
-    row_tokens, features = shape[0] // len(draw.row_keys), shape[1]
+def _drops(draw: Draw, tokens: torch.Tensor, row_tokens: int, features: int) -> torch.Tensor:
+    """Return which elements of tokens (n,) of the micro-batch are dropped, (n, features) bool."""
     positions = (tokens % row_tokens)[:, None]
     counter = (
         torch.arange(-(-features // 8), device=tokens.device)[None],
@@ -109,16 +117,16 @@ def philox(
 
 def _case(device: torch.device, dtype: torch.dtype) -> Case:
     keys = torch.tensor([3, 2**40], device=device)
-    return *drawn(device, dtype, (6, 83), (6, 83)), Draw(keys, 7, 20_000), True
+    return *drawn(device, dtype, (6, 83), (6, 83)), Draw(keys, 7, 20_000, Part(1, 8)), True
 
 
 drop = Op("dropout", reference=_by_torch, kernel=_by_kernel, case=_case, exact=True)
-"""Fills `out` with rows (T, features) of the whole micro-batch, with dropped features 0, or adds
-them to it; returns it. `out` may be `rows`; with `add` the rows may be overwritten."""
+"""Fills `out` with rows (T, features) of the draw's part of the micro-batch, with dropped features
+0, or adds them to it; returns it. `out` may be `rows`; with `add` the rows may be overwritten."""
 
 
 def dropped(rows: torch.Tensor, draw: Draw) -> torch.Tensor:
-    """Return rows (T, features), of all rows of the micro-batch, with dropped features 0."""
+    """Return rows (T, features) of the draw's part of the micro-batch, with dropped features 0."""
     return drop(torch.empty_like(rows), rows, draw)
 
 

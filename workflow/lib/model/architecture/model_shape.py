@@ -4,7 +4,7 @@
 kind have the same tensors and operations. It knows no bytes (`planning.memory` does)."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from math import prod
@@ -85,6 +85,14 @@ class DecoderLayer:
         return self.top_k if linear.experts > 1 else 1
 
     @property
+    def has_gated_feed_forward(self) -> bool:
+        """Whether a module has linears of the sizes of gate, up (or one for both) and down."""
+        modules: dict[str, list[Linear]] = {}
+        for linear in self.linears:
+            modules.setdefault(linear.path.rpartition(".")[0], []).append(linear)
+        return any(map(_is_gated, modules.values()))
+
+    @property
     def routers(self) -> tuple[str, ...]:
         """Paths of the routers of its experts."""
         stacks = {x.path.rpartition(".")[0]: x.experts for x in self.linears if x.experts > 1}
@@ -94,6 +102,14 @@ class DecoderLayer:
     def used_weights(self) -> int:
         """Elements of its linears that multiply one token."""
         return sum(x.num_weights // x.experts * self.rows(x) for x in self.linears)
+
+
+def _is_gated(linears: Sequence[Linear]) -> bool:
+    """Whether linears of a module could be of a gated feed-forward, the last one of its output."""
+    *into, down = linears
+    wide = down.in_features * (3 - len(into))
+    sizes = {(x.in_features, x.out_features) for x in into}
+    return len(into) in (1, 2) and sizes == {(down.out_features, wide)}
 
 
 @dataclass(frozen=True)

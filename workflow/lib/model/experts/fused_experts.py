@@ -41,6 +41,7 @@ from workflow.lib.model.layers.frozen_stack import FrozenStack
 from workflow.lib.model.layers.fused_norm import keepable, restored
 from workflow.lib.model.layers.split_autograd import apply_split, first_outputs
 from workflow.lib.model.layers.weight_storage import PlainSpec, WeightStorage
+from workflow.lib.model.token_tiles import TokenTiles
 from workflow.lib.model.tried_classes.magnitudes import agree, magnitudes
 from workflow.lib.system.errors import UserError
 
@@ -101,6 +102,8 @@ class Arguments(NamedTuple):
 class FusedExperts(nn.Module):
     """Experts on two stacks, under the family's names of parameters."""
 
+    tiles: TokenTiles | None = None
+
     def __init__(
         self,
         stacks: Mapping[str, FrozenStack],
@@ -121,6 +124,18 @@ class FusedExperts(nn.Module):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """Return y (T, hidden) of x (T, hidden); top_k_index, top_k_weights: (T, k)."""
+        inputs = hidden_states, top_k_index, top_k_weights
+        return self.compute(*inputs) if self.tiles is None else self.tiles.output(self, *inputs)
+
+    def compute(
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        *,
+        valued: bool = True,
+    ) -> torch.Tensor:
+        """Return the same; as `token_tiles.Tiled.compute`."""
         routing = route(top_k_index, num_experts=self.num_experts)
         layers = [self.get_submodule(name) for name in self._names]
         masters = [w for x in layers if isinstance(x, FusedLoraStack) for w in x.fused_weights()]
@@ -130,9 +145,11 @@ class FusedExperts(nn.Module):
             y = value(down, product, low_rank(down, product, routing), routing)
             return sum_by_token(y, routing.positions, top_k_weights.detach())
 
-        node = _ExpertsGradient
         return apply_split(
-            node, hidden_states, top_k_weights, self, routing, *masters, value=output
+            _ExpertsGradient,
+            *(hidden_states, top_k_weights, self, routing, *masters),
+            value=output,
+            valued=valued,
         )
 
     def stack(self, number: int, dtype: torch.dtype) -> Stack:

@@ -181,6 +181,16 @@ def fuse_layers_(model: PreTrainedModel) -> Counter[str]:
     return replaced
 
 
+def fuse_norms_between_(decoder: nn.Module) -> int:
+    """Fuse the norms of a decoder outside of its layers; return their number. The final norm of a
+    long row takes ten times its hidden states in fp32 otherwise."""
+    norms = {name: _as_fused_norm(module) for name, module in decoder.named_children()}
+    fused = {name: norm for name, norm in norms.items() if norm is not None}
+    for name, norm in fused.items():
+        setattr(decoder, name, norm)
+    return len(fused)
+
+
 def fuse_layer_(layer: nn.Module) -> Counter[str]:
     """`fuse_layers_` of one decoder layer."""
     replaced: Counter[str] = Counter()

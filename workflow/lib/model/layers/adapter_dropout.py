@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from workflow.lib.kernels.rows.dropout import DRAWS, Draw, dropped
+from workflow.lib.kernels.rows.dropout import DRAWS, Draw, Part, dropped
 
 Casts = dict[Hashable, torch.Tensor]
 
@@ -24,6 +24,7 @@ class AdapterState:
         """(rows,) int64, of the current micro-batch."""
         self.sharded = False
         """Whether weights are gathered for each use: casts of them would outlive them."""
+        self._part = Part()
         self._casts: Casts | None = None
         self._norms: Casts | None = None
 
@@ -60,6 +61,23 @@ class AdapterState:
         finally:
             self.row_keys = row_keys
 
+    @contextmanager
+    def part(self, start: int, tokens: int) -> Iterator[None]:
+        """Within the block linears compute a part of a micro-batch of `tokens` tokens, which begins
+        at token `start`."""
+        self._part, whole = Part(start, tokens), self._part
+        try:
+            yield
+        finally:
+            self._part = whole
+
+    def draw(self, linear: int, threshold: int) -> Draw:
+        """Return the draw of a linear's mask for the tokens that are computed now."""
+        assert self.row_keys is not None, (
+            "a micro-batch without keys of its rows cannot be dropped from"
+        )
+        return Draw(self.row_keys, linear, threshold, self._part)
+
     def casts(self) -> Casts | None:
         """Return the cached casts; None where casts are not cached."""
         return self._casts
@@ -90,9 +108,7 @@ class AdapterDropout(nn.Module):
         """Return the draw of this pass's mask; None in evaluation, which drops nothing."""
         if not self.training or not self._threshold:
             return None
-        row_keys = self._state.row_keys
-        assert row_keys is not None, "a micro-batch without keys of its rows cannot be dropped from"
-        return Draw(row_keys, self._linear, self._threshold)
+        return self._state.draw(self._linear, self._threshold)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return x (..., features) with features set to 0, and the others scaled."""

@@ -13,11 +13,17 @@ import torch
 
 
 def apply_split(
-    gradient: type[torch.autograd.Function], *args: Any, value: Callable[..., torch.Tensor]
+    gradient: type[torch.autograd.Function],
+    *args: Any,
+    value: Callable[..., torch.Tensor],
+    valued: bool = True,
 ) -> torch.Tensor:
     """Return a value with the gradient of the node `gradient`, applied to `args`. The node's
-    forward returns `first_outputs`; `value` computes the value from its intermediates."""
+    forward returns `first_outputs`; `value` computes the value from its intermediates. Not valued:
+    return the placeholder."""
     placeholder, *intermediates = gradient.apply(*args)
+    if not valued:
+        return placeholder
     make: Callable[..., torch.Tensor] = _Value.apply
     return make(placeholder, partial(value, *intermediates))
 

@@ -30,6 +30,7 @@ class Point(NamedTuple):
     offload_activations: bool | int
     reshard_after_forward: bool
     offload_layers: int
+    tile_tokens: int
 
 
 class RecordedPeaks:
@@ -78,7 +79,7 @@ class RecordedPeaks:
 
     def _weights(self, plan: StepPlan) -> Iterator[tuple[Point, float]]:
         """Yield the recordings whose sum, each times a factor, is a plan's peak."""
-        common = self._plan
+        common = replace(self._plan, tile_tokens=plan.tile_tokens)
         others = (getattr(common, field) for field in Point._fields[2:])
         first = Point(self._few, self._most, *others)
         levels = list(self._levels(plan))
@@ -140,4 +141,5 @@ def _kind(plan: StepPlan) -> Hashable:
         plan.offload_activations,
         plan.reshard_after_forward,
         plan.offload_layers > 0,
+        plan.tile_tokens,
     )

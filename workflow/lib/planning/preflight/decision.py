@@ -155,7 +155,7 @@ def _options(planned: PlannedRun, plan: StepPlan) -> Iterator[list[Option]]:
         for d in smaller
     ]
     yield from ([option] for option in _switches(plan))
-    where = circumstances(planned.shape, machine)
+    where = circumstances(planned.settings, planned.shape, machine)
     yield from (_option_remedies(option, plan, where) for option in TABLE)
     lengths = _halves(plan.seq_len, SHORTEST_ROW)
     yield [(f"data.seq_len = {n} (tokenizes again)", replace(plan, seq_len=n)) for n in lengths]

@@ -97,7 +97,7 @@ class Choices:
 def open_choices(run: RunConfig, shape: ModelShape, machine: Machine) -> Choices:
     """Return the open settings on a machine; raises `UserError` as `check_batch`."""
     _, sizes = check_batch(run, machine)
-    where = circumstances(shape, machine)
+    where = circumstances(run, shape, machine)
     values = {option.field: option.open_values(wanted(run, option), where) for option in TABLE}
     counted = [x for x in TABLE if x.fewest and wanted(run, x) == "auto" and where.cuda]
     return Choices(sizes, {field: tried for field, tried in values.items() if tried}, counted)

@@ -209,7 +209,7 @@ def plan_from_settings(run: RunConfig, shape: ModelShape, machine: Machine) -> S
         block_size=run.quantize.block_size,
         double_quant=run.quantize.double_quant,
     )
-    where = circumstances(shape, machine)
+    where = circumstances(run, shape, machine)
     options = {x.field: x.settled(wanted(run, x), plan, where) for x in TABLE}
     return plan.changed(options)
 
@@ -221,14 +221,17 @@ def wanted(run: RunConfig, option: MemoryOption) -> Value:
     return value
 
 
-def circumstances(shape: ModelShape, machine: Machine) -> Circumstances:
-    """Return a machine's and a model's facts for memory options."""
+def circumstances(run: RunConfig, shape: ModelShape, machine: Machine) -> Circumstances:
+    """Return a machine's, a model's and a run's facts for memory options."""
+    gated = run.train.fused_layers and any(kind.has_gated_feed_forward for kind in shape.kinds)
     return Circumstances(
         cuda=machine.device == "cuda",
         processes=machine.processes,
         num_layers=shape.num_layers,
         tied_embeddings=shape.tied_embeddings,
         embedding=shape.embedding,
+        seq_len=run.data.seq_len,
+        tileable=gated or any(kind.top_k for kind in shape.kinds),
     )
 
 
