@@ -216,9 +216,9 @@ def tiled_peak(base, *, tokens):
         fuse_norms_between_(training.peft_model.get_base_model().get_decoder())
         training.tile_(tokens)
     batch = random_batch()
-    with Recorder([*training.parameters(), *training.buffers()]) as seen:
-        with training.adapters.unchanged():
-            training(batch).backward()
+    known = [*training.parameters(), *training.buffers()]
+    with Recorder(known) as seen, training.adapters.unchanged():
+        training(batch).backward()
     return seen.peak
 
 

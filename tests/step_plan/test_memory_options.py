@@ -48,6 +48,16 @@ def test_embedding_is_on_the_host_where_it_spares_a_gpu(wanted, where, offloaded
     assert ROWS["offload_embedding"].settled(wanted, setup(), where) is offloaded
 
 
+def test_tiles_are_tried_for_long_rows_of_models_that_have_such_modules():
+    tiles, long = ROWS["tile_tokens"], GPUS._replace(seq_len=16_384, tileable=True)
+    assert tiles.open_values("auto", long) == (0, 8192)
+    for where in (long._replace(seq_len=16_383), long._replace(tileable=False)):
+        assert tiles.open_values("auto", where) == ()
+    assert tiles.settled(512, setup(), long) == 512
+    with pytest.raises(UserError, match=r"hardware\.tile_tokens = 512: .*train\.fused_layers"):
+        tiles.settled(512, setup(), long._replace(tileable=False))
+
+
 def test_option_that_another_forbids_names_both_settings():
     trained = setup(trains_embedding=True)
     with pytest.raises(UserError, match=r"offload_embedding = true: lora\.modules_to_save"):
@@ -91,6 +101,8 @@ def test_plan_is_said_in_words():
         "gathered weights": "freed after forward",
         "offloaded to host memory": "activations of 4 of 36 layers, weights of 3 of 36 layers",
     }
+    tiled = in_words(replace(plan, tile_tokens=8192), 36)
+    assert tiled["recomputation"] == "23 of 36 layers, feed-forwards in tiles of 8,192 tokens"
     alone = in_words(replace(plan, processes=1, activation_checkpointing=8), 36)
     assert alone["recomputation"] == "5 of 36 layers"
     assert "gathered weights" not in alone

@@ -16,7 +16,13 @@ from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.decoder_layers import decoder_layers
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.loss.chunked_loss import OutputHead
-from workflow.lib.settings.config import LoraSettings, ModelConfig, RunConfig
+from workflow.lib.settings.config import (
+    HardwareConfig,
+    LoraSettings,
+    ModelConfig,
+    RunConfig,
+    TrainConfig,
+)
 from workflow.lib.system.errors import UserError
 from workflow.lib.training.build import TrainingModel
 from workflow.lib.training.startup_checks import check_family, check_recomputation, startup_checks
@@ -140,6 +146,21 @@ def test_adapter_targets_that_do_not_exist_are_refused_before_weights_are_read(b
     assert message.startswith(
         "lora.target_modules = 'w1': no linear layer of the model has this name"
     )
+
+
+def test_tiles_that_a_model_cannot_have_are_refused_before_weights_are_read(base):
+    (message,) = run_in_group(without_tiles, base, world_size=1)
+    assert message == (
+        "hardware.tile_tokens = 7: the engine computes no feed-forward of LlamaForCausalLM in one "
+        "node. Set it to auto or 0."
+    )
+
+
+def without_tiles(world, base):
+    config = RunConfig(
+        train=TrainConfig(fused_layers=False), hardware=HardwareConfig(tile_tokens=7)
+    )
+    return refusal(built_model, base, config, make_plan(tile_tokens=7), world)
 
 
 def wrong_target(world, base):

@@ -36,7 +36,7 @@ from workflow.lib.model.layers.lora_matmul import (
     values,
 )
 from workflow.lib.model.layers.split_autograd import apply_split, first_outputs
-from workflow.lib.model.token_tiles import TokenTiles
+from workflow.lib.model.layers.token_tiles import TokenTiles
 
 Gates = tuple[torch.Tensor, torch.Tensor]
 Factors = Sequence[torch.Tensor | None]

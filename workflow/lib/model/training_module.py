@@ -23,12 +23,12 @@ from workflow.lib.model.host_embedding import LookedUp, look_up_elsewhere_, with
 from workflow.lib.model.layers.frozen_linear import frozen_linears
 from workflow.lib.model.layers.frozen_matmul import MatmulPrecision
 from workflow.lib.model.layers.lora_linear import share_state
+from workflow.lib.model.layers.token_tiles import tile_
 from workflow.lib.model.loss.chunked_loss import LinearCrossEntropy
 from workflow.lib.model.loss.loss_scale import LossScale
 from workflow.lib.model.loss.tried_head import tried_head
 from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.prepared_decoder import PreparedDecoder
-from workflow.lib.model.token_tiles import tile_
 from workflow.lib.model.trained_modules import (
     ROWS,
     MasterRows,

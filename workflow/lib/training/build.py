@@ -46,6 +46,7 @@ from workflow.lib.objectives.from_settings import objective_of
 from workflow.lib.objectives.objective import Objective
 from workflow.lib.settings.config import LoraSettings, RunConfig
 from workflow.lib.step_plan.plan import StepPlan
+from workflow.lib.system.errors import setting_error
 from workflow.lib.training.start_adapter import load_start_
 from workflow.lib.training.start_reference import StartReference
 
@@ -155,6 +156,14 @@ def build_training_model(
         router_aux_loss_coef=config.train.router_aux_loss_coef,
         choice=plan.layers(len(decoder_layers(model))),
     )
+    tile_tokens = config.hardware.tile_tokens
+    if tile_tokens not in ("auto", 0) and not assembled.fused["tiled"]:
+        raise setting_error(
+            "hardware.tile_tokens",
+            tile_tokens,
+            f"the engine computes no feed-forward of {type(model).__name__} in one node",
+            "Set it to auto or 0",
+        )
     training, packed = assembled.training, assembled.packed_layers
     materialize_(training, transformers_model=model, device=world.device)
     with base.stored() as reader:

@@ -40,8 +40,8 @@ from workflow.lib.model.experts.expert_matmul import (
 from workflow.lib.model.layers.frozen_stack import FrozenStack
 from workflow.lib.model.layers.fused_norm import keepable, restored
 from workflow.lib.model.layers.split_autograd import apply_split, first_outputs
+from workflow.lib.model.layers.token_tiles import TokenTiles
 from workflow.lib.model.layers.weight_storage import PlainSpec, WeightStorage
-from workflow.lib.model.token_tiles import TokenTiles
 from workflow.lib.model.tried_classes.magnitudes import agree, magnitudes
 from workflow.lib.system.errors import UserError
 
