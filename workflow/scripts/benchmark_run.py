@@ -18,7 +18,7 @@ from dataclasses import asdict
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
@@ -45,13 +45,6 @@ FINAL = ("measured", "out_of_memory")
 PEER = "workflow.scripts.benchmark_peer"
 PEER_PACKAGES = ("trl", "accelerate", "datasets")
 BASE_WAIT_S = 1800.0  # for another process that writes the same base
-
-
-class Obstacle(NamedTuple):
-    """Why a case cannot be started: status and cause of its row."""
-
-    status: str
-    cause: str
 
 
 def main(args: argparse.Namespace) -> None:
@@ -128,14 +121,14 @@ def several(
     """Yield each request's row, measured or with a cause; prepared: plans and predicts one."""
     ready: dict[str, Prepared] = {}
     for key, request in wanted.items():
-        obstacle = _not_installed(request)
-        if obstacle is None:
+        end: dict[str, Any] = {"status": "not_installed", "cause": _missing_packages(request)}
+        if end["cause"] is None:
             try:
                 ready[key] = prepared(request)
+                continue
             except UserError as error:
-                obstacle = Obstacle("failed", first_line(error))
-        if obstacle is not None:
-            yield BenchmarkRow(**_request_fields(key, request), **obstacle._asdict())
+                end = {"status": "failed", "cause": first_line(error)}
+        yield BenchmarkRow(**_request_fields(key, request), **end)
     yield from _measured(kept_folder(args), ready)
     while ready:
         failure = launch(args, ready)
@@ -171,16 +164,13 @@ def _prepared_fields(key: str, prepared: Prepared) -> dict[str, Any]:
     }
 
 
-def _not_installed(request: Request) -> Obstacle | None:
+def _missing_packages(request: Request) -> str | None:
+    """Name the packages that the request's peer needs and that are not installed, if any."""
     if request.peer is None:
         return None
     needed = (*PEER_PACKAGES, *(("liger_kernel",) if request.peer["liger"] else ()))
-    missing = [name for name in needed if importlib.util.find_spec(name) is None]
-    if not missing:
-        return None
-    return Obstacle(
-        "not_installed", f"not installed: {', '.join(missing)} ({shipped_path('envs/peers.txt')})"
-    )
+    missing = ", ".join(name for name in needed if importlib.util.find_spec(name) is None)
+    return f"not installed: {missing} ({shipped_path('envs/peers.txt')})" if missing else None
 
 
 def launch(args: argparse.Namespace, ready: Mapping[str, Prepared]) -> Exception | None:
