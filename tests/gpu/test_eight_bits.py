@@ -7,7 +7,7 @@ from tests.support.adapted_layers import Layer, random
 from tests.support.eight_bit_cases import float8_matmul, weights_and_activations
 from tests.support.models import nf4_linear, plain_linear
 from workflow.lib.kernels.nf4.decode import dequantize_nf4
-from workflow.lib.model.layers.frozen_matmul import MatmulPrecision
+from workflow.lib.model.layers.frozen_linear import MatmulPrecision
 from workflow.lib.model.layers.lora_matmul import nf4_lora_matmuls
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("float8")]

@@ -20,8 +20,7 @@ from workflow.lib.model.experts import fused_experts
 from workflow.lib.model.experts.expert_matmul import FusedLoraStack, value
 from workflow.lib.model.experts.fused_experts import FusedExperts
 from workflow.lib.model.layers import frozen_stack
-from workflow.lib.model.layers.frozen_linear import FrozenLinear
-from workflow.lib.model.layers.frozen_matmul import MatmulPrecision
+from workflow.lib.model.layers.frozen_linear import FrozenLinear, MatmulPrecision
 from workflow.lib.model.layers.frozen_stack import FrozenStack
 from workflow.lib.model.layers.lora_linear import ADAPTER
 from workflow.lib.system.errors import UserError

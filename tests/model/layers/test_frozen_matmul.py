@@ -8,8 +8,8 @@ from tests.support.adapted_layers import SCALE, Layer, random
 from tests.support.models import nf4_linear
 from workflow.lib.kernels.eight_bits.matmul import decoded, row_scales
 from workflow.lib.kernels.eight_bits.rounding import rounded
-from workflow.lib.model.layers import frozen_matmul as frozen_matmul_module
-from workflow.lib.model.layers.frozen_matmul import MatmulPrecision, frozen_linear
+from workflow.lib.model.layers import frozen_linear as frozen_linear_module
+from workflow.lib.model.layers.frozen_linear import MatmulPrecision, frozen_linear
 from workflow.lib.model.layers.lora_matmul import nf4_lora_matmul, nf4_lora_matmuls
 
 OUT, IN, RANK = 48, 192, 3
@@ -117,7 +117,7 @@ def test_linears_that_share_their_input_share_its_rounded_copy(tmp_path, monkeyp
     layers = layers_of(tmp_path, types, bias=False)
     calls = []
     monkeypatch.setattr(
-        frozen_matmul_module,
+        frozen_linear_module,
         "rounded",
         lambda *args, **kw: calls.append(args) or rounded(*args, **kw),
     )

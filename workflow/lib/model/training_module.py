@@ -20,8 +20,7 @@ from workflow.lib.model.experts.router_balance import (
     router_balance,
 )
 from workflow.lib.model.host_embedding import LookedUp, look_up_elsewhere_, with_embeddings
-from workflow.lib.model.layers.frozen_linear import frozen_linears
-from workflow.lib.model.layers.frozen_matmul import MatmulPrecision
+from workflow.lib.model.layers.frozen_linear import MatmulPrecision, frozen_linears
 from workflow.lib.model.layers.lora_linear import share_state
 from workflow.lib.model.layers.token_tiles import tile_
 from workflow.lib.model.loss.chunked_loss import LinearCrossEntropy

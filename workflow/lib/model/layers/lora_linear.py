@@ -19,8 +19,7 @@ from torch import nn
 from workflow.lib.kernels.rows.dropout import Draw
 from workflow.lib.model.layers.adapter_dropout import AdapterDropout, AdapterState
 from workflow.lib.model.layers.dora import Magnitude, direction_norms
-from workflow.lib.model.layers.frozen_linear import FrozenLinear
-from workflow.lib.model.layers.frozen_matmul import frozen_linear
+from workflow.lib.model.layers.frozen_linear import FrozenLinear, frozen_linear
 from workflow.lib.model.layers.lora_matmul import nf4_lora_matmul, nf4_lora_matmuls
 
 ADAPTER = "default"  # PEFT's name of the only adapter; it does not appear in exported files

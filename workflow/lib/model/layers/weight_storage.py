@@ -9,13 +9,12 @@ Experts are stacked in rows: a stack (experts, out, in) is a weight of experts *
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from bitsandbytes.utils import unpack_tensor_to_dict
 
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
-from workflow.lib.kernels.eight_bits.matmul import Stored
 from workflow.lib.kernels.nf4.decode import (
     NESTED_BLOCK_SIZE,
     BlockStrides,
@@ -37,60 +36,10 @@ CODE_SUFFIX = {"quant_map": "weight.quant_map", "nested_quant_map": "weight.nest
 Parts = Mapping[str, Any]
 
 
-class WeightStorage(Protocol):
-    """The storage of a weight of `shape` (out, in), on one device when it is used."""
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(out_features, in_features); of experts the rows of all."""
-
-    @property
-    def experts(self) -> int:
-        """Experts of the stack; 1 for a linear."""
-
-    @property
-    def unit(self) -> int:
-        """Weights that are decoded together."""
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Bytes of each stored part, by parameter name."""
-
-    @property
-    def tables(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the fp32 buffers that decoding needs."""
-
-    def stored(self, parts: Parts, tables: Parts) -> Stored:
-        """Return the weight of its parts, whole tensors in any dtype, without decoding."""
-
-    def decode(self, stored: Stored, dtype: torch.dtype) -> torch.Tensor:
-        """Return the weight (out, in) in `dtype`."""
-
-    def decode_strides(
-        self, stored: Stored, strides: tuple[int, int, int], dtype: torch.dtype
-    ) -> torch.Tensor:
-        """Return `length` weights from `first`, `first` + `stride`, and so on: (count, length)."""
-
-    def decoded_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes that decoding the weight to `dtype` allocates."""
-
-    def read_bytes(
-        self, part: str, path: str, reader: CheckpointReader, *, start: int, stop: int
-    ) -> torch.Tensor:
-        """Return bytes `start` to `stop` of a part of the weight at `path`, uint8 on the CPU."""
-
-    def read_tables_(self, tables: Parts, path: str, reader: CheckpointReader) -> None:
-        """Fill the buffers from a checkpoint."""
-
-    def read_rows(
-        self, tables: Parts, path: str, reader: CheckpointReader, *, start: int, stop: int
-    ) -> torch.Tensor:
-        """Return rows `start` to `stop` in fp32, reading only these."""
-
-
 @dataclasses.dataclass(frozen=True)
 class NF4Spec:
-    """A packed weight: shape (out, in), weights per scale, double quantization."""
+    """A packed weight: shape (out, in), of experts the rows of all; weights per scale, double
+    quantization, experts of the stack (1 for a linear)."""
 
     shape: tuple[int, int]
     block_size: int
@@ -100,7 +49,7 @@ class NF4Spec:
 
     @property
     def unit(self) -> int:
-        """Weights of a block."""
+        """Weights that are decoded together: those of a block."""
         return self.block_size
 
     @property
@@ -119,7 +68,7 @@ class NF4Spec:
 
     @property
     def tables(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the code tables and the offset."""
+        """Shapes of the fp32 buffers that decoding needs: the code tables and the offset."""
         return {"quant_map": (16,), "nested_quant_map": (256,), "nested_offset": ()}
 
     def part_range(self, name: str, *, start: int, stop: int) -> tuple[int, int]:
@@ -132,7 +81,8 @@ class NF4Spec:
         return size * (start // weights), size * math.ceil(stop / weights)
 
     def stored(self, parts: Parts, tables: Parts) -> NF4Data:
-        """Return the packed weight, without byte views, which cost the host time."""
+        """Return the weight of its parts, whole tensors in any dtype, without decoding and without
+        byte views, which cost the host time."""
         return NF4Data(
             parts["weight"],
             parts["absmax"],
@@ -144,7 +94,7 @@ class NF4Spec:
         )
 
     def decode(self, stored: Any, dtype: torch.dtype) -> torch.Tensor:
-        """Return the dequantized weight (out, in)."""
+        """Return the weight (out, in) in `dtype`."""
         device = stored.packed.device
         if device.type not in GPUS:  # bitsandbytes makes the tensor itself there
             return decode(stored, shape=self.shape, dtype=dtype)
@@ -153,7 +103,8 @@ class NF4Spec:
     def decode_strides(
         self, stored: Any, strides: tuple[int, int, int], dtype: torch.dtype
     ) -> torch.Tensor:
-        """Return weights (count, length) by strides of whole blocks."""
+        """Return `length` weights from `first`, `first` + `stride`, and so on, in whole blocks:
+        (count, length)."""
         first, length, stride = strides
         count = len(range(first, math.prod(self.shape), stride))
         out = torch.empty(count * length, dtype=dtype, device=stored.packed.device)
@@ -161,13 +112,14 @@ class NF4Spec:
         return dequantize_nf4(out, stored, blocks).view(count, length)
 
     def decoded_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of the dequantized weight."""
+        """Bytes that decoding the weight to `dtype` allocates."""
         return math.prod(self.shape) * dtype.itemsize
 
     def read_bytes(
         self, part: str, path: str, reader: CheckpointReader, *, start: int, stop: int
     ) -> torch.Tensor:
-        """Return bytes of a tensor that the checkpoint has as it is."""
+        """Return bytes `start` to `stop` of a part of the weight at `path`, uint8 on the CPU: of a
+        tensor that the checkpoint has as it is."""
         key, total = f"{path}.{CHECKPOINT_SUFFIX[part]}", self.sizes[part]
         # 1 byte for uint8 parts, 4 for fp32 scales; all are cut at multiples of 4
         element = total // reader.shape(key)[0]
@@ -175,7 +127,7 @@ class NF4Spec:
         return rows.reshape(-1).view(torch.uint8)
 
     def read_tables_(self, tables: Parts, path: str, reader: CheckpointReader) -> None:
-        """Fill code tables and offset."""
+        """Fill the buffers, code tables and offset, from a checkpoint."""
         for name, suffix in CODE_SUFFIX.items():
             if f"{path}.{suffix}" in reader:
                 tables[name].copy_(reader.tensor(f"{path}.{suffix}"))
@@ -184,7 +136,8 @@ class NF4Spec:
     def read_rows(
         self, tables: Parts, path: str, reader: CheckpointReader, *, start: int, stop: int
     ) -> torch.Tensor:
-        """Return rows of the dequantized weight; decoding begins at a nested block."""
+        """Return rows `start` to `stop` in fp32, reading only these; decoding begins at a nested
+        block."""
         width = self.shape[1]
         unit = self.block_size * NESTED_BLOCK_SIZE  # scales and nested scales restart here
         first = start * width // unit * unit
@@ -289,6 +242,10 @@ class PlainSpec:
         span = {"start": start * row_bytes, "stop": stop * row_bytes}
         stored = self.read_bytes("weight", path, reader, **span)
         return stored.view(self.dtype).view(stop - start, self.shape[1]).float()
+
+
+WeightStorage = NF4Spec | PlainSpec
+"""The storage of a weight on one device, as it is used."""
 
 
 def read_specs(reader: CheckpointReader) -> dict[str, NF4Spec]:
