@@ -37,7 +37,8 @@ SETTINGS = {
                 "importance_cap": 1.1,
                 "constant": 11,
                 "kl": 0.2,
-            }
+            },
+            "rewards": {"functions": {"exact": {"function": "last_number"}}},
         }
         for normalize in ("token", "answer", "constant")
     },

@@ -50,6 +50,7 @@ def configured(case):
         "max_grad_norm": None,
     }  # fmt: skip
     document = {"train": train, "lora": LORA, "grpo": CASES[case], "runs": {"a": {}}}
+    document["rewards"] = {"functions": {"exact": {"function": "last_number"}}}
     return load_config(document)[1]["a"]
 
 
