@@ -43,7 +43,8 @@ def evaluate(folder, output, settings, *, scores=None, **sections):
     options |= {"archive": output / "archive", "log": output / "log"}
     options |= {"output": output / "evaluation", "chat_template": folder / "template.jinja"}
     options |= {"scores": scores} if scores else {}
-    sections = {"model": {}, "train": {}, "preferences": {}, "distill": {}} | sections
+    names = ("model", "train", "preferences", "distill", "grpo")
+    sections = {name: {} for name in names} | sections
     chosen = {"subjects": MEASURED, "served": "merged"}
     options["config"] = sections | {"evaluate": settings.model_dump(mode="json") | chosen}
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
