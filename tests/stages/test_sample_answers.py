@@ -121,3 +121,22 @@ def test_prompts_too_long_for_a_row_are_counted_and_none_left_is_an_error(folder
     done = sample(folder, tmp_path / "out", max_new_tokens=60)
     said = refusal_of(done, output=tmp_path / "out")
     assert "has a prompt that can be answered (20: prompt leaves less room" in said
+
+
+def test_rows_that_the_split_holds_out_are_heldout_prompts_and_never_trained(folder, tmp_path):
+    stage = Stage(tmp_path, folder / "base-original")
+    stage.heldout = None
+    store = stage.run(heldout_share=0.2)
+    heldout = {tuple(ids[mask.argmin() : mask.argmax()]) for ids, mask in store.heldout_documents()}
+    for name in ("base", "base-original", "start"):
+        (tmp_path / name).symlink_to(folder / name)
+    data = {"train": str(stage.train), "heldout": None, "heldout_share": 0.2}
+    done = sample(tmp_path, tmp_path / "answers", data=data, prompts_per_round=500)
+    assert done.returncode == 0, done.stderr
+    prompts = read_answers(tmp_path / "answers")
+    trained = {tuple(prompt.prompt) for prompt in prompts if prompt.split == "train"}
+    held = {tuple(prompt.prompt) for prompt in prompts if prompt.split == "heldout"}
+    assert (len(trained), len(held)) == (53 - len(heldout), 4)
+    assert held < heldout
+    assert not trained & heldout
+    assert f"{len(heldout)} rows of this round are left out: held out" in done.stderr

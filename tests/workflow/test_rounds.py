@@ -129,11 +129,15 @@ def test_rewards_that_are_all_equal_stop_the_run(project):
     assert "Traceback" not in done.output
 
 
-def test_pairs_of_best_and_worst_answers_train_a_preference(project):
-    edit_run(project, rounds=1, train={"objective": "simpo"}, data={"seq_len": 64})
-    project.run("train")
+@pytest.mark.parametrize(
+    ("objective", "examples", "heldout"), [("simpo", "pairs", 6), ("grpo", "groups", 12)]
+)
+def test_objectives_of_sampled_answers_run_to_the_report(project, objective, examples, heldout):
+    edit_run(project, rounds=1, train={"objective": objective}, data={"seq_len": 64})
+    project.run("all")
     manifests = [
         json.loads(path.read_text()) for path in project.root.glob("results/tokens/*/manifest.json")
     ]
-    (pairs,) = [facts for facts in manifests if facts["examples"] == "pairs"]
-    assert pairs["splits"]["heldout"]["documents"] == 6
+    (packed,) = [facts for facts in manifests if facts.get("examples") == examples]
+    assert packed["splits"]["heldout"]["documents"] == heldout
+    assert (project.root / "results" / "report" / "report.html").is_file()

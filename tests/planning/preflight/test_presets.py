@@ -38,9 +38,10 @@ def changed(document, path=""):
 
 
 def setting(document, path):
+    """Return a setting; None of those without a default, as `rounds`."""
     value = document
     for key in path.split("."):
-        value = value[key]
+        value = value.get(key) if isinstance(value, dict) else None
     return value
 
 
