@@ -314,6 +314,17 @@ def manifest(run):
     return f"{layout.tokens_dir(run)}/manifest.json"
 
 
+def planned_manifest(run):
+    """Return the manifest by which a run is planned: of its rows, as sampled answers come later."""
+    return f"{layout.rows_dir(run)}/manifest.json"
+
+
+def known_manifest(run):
+    """Return a run's manifest, before its answers are sampled that of its rows."""
+    packed = manifest(run)
+    return packed if Path(with_prefix(packed)).exists() else planned_manifest(run)
+
+
 def of_runs(stage, *files, names):
     """Return artifacts of a stage, for these runs."""
     return [f"{layout.stage_dir(name, stage)}/{file}" for name in names for file in files]
@@ -417,7 +428,7 @@ def requested(name, need):
             run,
             model=made_or_own(layout.model_dir(run)),
             description=with_prefix(layout.description(run)),
-            manifest=with_prefix(manifest(run)),
+            manifest=with_prefix(known_manifest(run)),
         )
         return needs.runtime if name == "runtime" else needs.mem_mb * (1 + attempt) // 2
 

@@ -66,11 +66,6 @@ def scores_folder(wildcards):
     return [SCORED[name].scores] if name in SCORED else []
 
 
-def planned_manifest(run):
-    """Return the manifest by which a run is planned: of its rows, as sampled answers come later."""
-    return f"{layout.rows_dir(run)}/manifest.json"
-
-
 def reward_files(run):
     """Return the users' files of reward functions as inputs."""
     return sorted({f.file for f in run.rewards.functions.values() if f.file is not None})
