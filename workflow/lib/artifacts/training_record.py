@@ -65,6 +65,7 @@ class TrainedSettings(Record):
     preferences: dict[str, Any] = Field(default={})
     """Section `preferences`, of runs that train them."""
     distill: dict[str, Any] = Field(default={})  # section `distill`, of runs with a teacher
+    grpo: dict[str, Any] = Field(default={})  # section `grpo`, of runs on groups
 
 
 class Ancestor(Record):
