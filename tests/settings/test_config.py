@@ -138,9 +138,10 @@ def test_base_of_the_hub_has_no_second_id():
             "heldout_loss/general: no such source is held out. Name one of heldout_loss/chats",
         ),
         ({"evaluate": {"require": {"reward_accuracy": 60.0}}}, "a share is at most 1"),
+        ({"evaluate": {"require": {"reward": 0.6}}}, "evaluate.require names reward. No function"),
         (
-            {"evaluate": {"require": {"reward": 0.6}}},
-            "heldout_loss, other_text_loss, reward_accuracy, reward_margin or",
+            {"evaluate": {"require": {"rewards": 0.6}}},
+            "heldout_loss, other_text_loss, reward_accuracy, reward_margin, reward or",
         ),
         (
             {"evaluate": {"require": {"reward_margin": 0.1}}},

@@ -112,6 +112,14 @@ def test_shared_settings_reach_the_runs_whose_objective_reads_them_and_no_other(
     assert runs["first"] == loaded({"first": {}})["first"]
 
 
+def test_shared_settings_of_grpo_reach_no_other_run() -> None:
+    rewards = {"functions": {"short": {"function": "length"}}}
+    runs = {"first": {}, "second": {"train": {"objective": "grpo"}, "rewards": rewards}}
+    both = loaded(runs, grpo={"kl": 0.1})
+    assert both["second"].grpo.kl == 0.1
+    assert both["first"] == loaded({"first": {}})["first"]
+
+
 def test_answers_are_not_divided_by_a_source_of_its_own_either() -> None:
     source = {"train": {"path": "a.jsonl", "overlong": "split"}}
     with pytest.raises(UserError, match=r"data\.overlong = split: train.objective = dpo"):

@@ -100,6 +100,7 @@ def reported_settings(_):
             "exports": [form for form in EXPORTS if name in EXPORTING[form]],
             "served": name in SERVED,
             **sampled_files(run),
+            "last_round": last_round(name),
         }
         for name, run in RUNS.items()
     ]
@@ -115,6 +116,14 @@ def sampled_files(run):
         "answers": with_prefix(layout.answers_dir(run)),
         "rewards": [with_prefix(file) for file in files],
     }
+
+
+def last_round(name):
+    """Whether no later round starts from a run."""
+    starts = [
+        run.train.start_from for run in RUNS.values() if run.samples and run.answers.round > 1
+    ]
+    return name not in starts
 
 
 def published_files(wildcards):
@@ -140,10 +149,9 @@ if workflow.is_main_process:
 
 # Required gains, by run.
 REQUIRED = {
-    name: layout.stage_settings("require_gain", run)["evaluate"]
-    | {"rewards": sampled_files(run).get("rewards", [])}
+    name: judged.model_dump(mode="json", include={"require", "require_by"}) | sampled_files(run)
     for name, run in RUNS.items()
-    if run.evaluate.require
+    if (judged := run.evaluate.judged(last_round=last_round(name))).require
 }
 
 

@@ -66,7 +66,8 @@ class Content:
     settings: Mapping[str, Any]
 
     def evaluation_settings(self, run: Run) -> EvaluateConfig:
-        return EvaluateConfig.model_validate(self.settings.get(run.name, {}).get("evaluate", {}))
+        settings = self.settings.get(run.name, {}).get("evaluate", {})
+        return EvaluateConfig.model_validate(settings).judged(last_round=run.last_round)
 
 
 @dataclass(frozen=True)

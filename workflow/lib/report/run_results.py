@@ -43,6 +43,7 @@ class Run:
     conversions: tuple[ReaderCheck, ...] = ()  # of the merged model into other formats
     checked: ServedCheck | None = None  # by a real server; none if not requested
     sampled: Sampled | None = None  # before the training; none of a run that trains on its rows
+    last_round: bool = True  # no later round starts from it
 
     @property
     def heldout_steps(self) -> list[Step]:
@@ -122,6 +123,7 @@ class RunFolders:
     served: bool = False
     answers: str | None = None  # sampled ones
     rewards: tuple[str, ...] = ()  # of these, and of the first round
+    last_round: bool = True
 
 
 def read_run(folders: RunFolders) -> Run:
@@ -153,6 +155,7 @@ def read_run(folders: RunFolders) -> Run:
         conversions=tuple(read_record(path, ReaderCheck) for path in converted),
         checked=read_record(served, ServedCheck) if folders.served else None,
         sampled=sampled,
+        last_round=folders.last_round,
     )
     _check_belongs(run, folder=folder, tokens_dir=tokens)
     return run

@@ -223,11 +223,6 @@ class RunConfig(Sections):
 
     @model_validator(mode="after")
     def _required_rewards_are_trained(self) -> "RunConfig":
-        if REWARD in self.evaluate.require and not self.samples:
-            raise ValueError(
-                f"evaluate.require = {REWARD}: rewards.functions names none. Name one, or remove "
-                "the requirement"
-            )
         required = [name for name in REWARDS if name in self.evaluate.require]
         if required and needs_of(self.train.objective).examples not in PAIRED:
             raise ValueError(
@@ -377,6 +372,8 @@ def _fault_of_rounds(run: RunConfig) -> str | None:
     stage reads some of these sections alone."""
     objective, most = run.train.objective, run.answers.max_new_tokens
     if not run.samples:
+        if REWARD in run.evaluate.require:
+            return f"rewards.functions = {{}}: evaluate.require names {REWARD}. {NO_REWARD}"
         if run.answers.round > 1:
             return f"rewards.functions = {{}}: rounds are set. {NO_REWARD}"
         if needs_of(objective).examples == "groups":
@@ -431,7 +428,7 @@ def _unread(setting: str, value: object, why: str) -> str:
 def _with_objective_defaults(run: RunConfig) -> RunConfig:
     """Return a run with the shared settings that its objective does not read at their defaults."""
     read = needs_of(run.train.objective).settings
-    update: dict[str, dict[str, Any]] = {"preferences": {}, "distill": {}}
+    update: dict[str, dict[str, Any]] = {"preferences": {}, "distill": {}, "grpo": {}}
     for setting, (section, key) in _objective_settings(run).items():
         if setting not in read:
             update[setting.partition(".")[0]][key] = type(section).model_fields[key].default

@@ -214,6 +214,12 @@ class EvaluateConfig(Section):
             )
         return self
 
+    def judged(self, *, last_round: bool) -> "EvaluateConfig":
+        """Return the settings of a verdict: rounds before the last one need no reward."""
+        return self.model_copy(
+            update={"require": {k: x for k, x in self.require.items() if k != REWARD or last_round}}
+        )
+
     @model_validator(mode="after")
     def _requirements_are_measured(self) -> "EvaluateConfig":
         for name in self.require:
