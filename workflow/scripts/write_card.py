@@ -12,7 +12,7 @@ from workflow.lib.artifacts.manifest_record import Manifest
 from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.records import GgufChecks, Parity, Quantization, ServedCheck
 from workflow.lib.artifacts.training_record import Summary
-from workflow.lib.checkpoints.files.config_file import read_config, text_part
+from workflow.lib.checkpoints.files.config_file import text_part
 from workflow.lib.checkpoints.files.model_files import CONFIG
 from workflow.lib.checkpoints.files.quantization_settings import TEXT_PART
 from workflow.lib.report.model_card import CardInputs, model_card
@@ -53,7 +53,7 @@ def stated_positions(model: ModelConfig, base: Path) -> dict[str, Any] | None:
     model's own."""
     if not model.rope_scaling.parameters:
         return None
-    config = read_config(base / CONFIG)
+    config = read_json(base / CONFIG)
     stated = {key: text_part(config)[key] for key in ("rope_parameters", "max_position_embeddings")}
     return {TEXT_PART: stated} if TEXT_PART in config else stated
 

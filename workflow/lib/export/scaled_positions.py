@@ -27,8 +27,8 @@ def with_scaling(config: Mapping[str, Any], scaling: RopeScaling) -> dict[str, A
     parameters = copy.deepcopy(getattr(text, "rope_parameters", None) or {})
     own = parameters.get(FULL_ATTENTION, parameters)
     if (kind := own.get("rope_type")) not in REPLACED:
-        which = f"of a kind of its own ({kind})" if kind else "not of one kind"
-        raise not_scaled(scaling, f"{text.model_type} has rotary positions {which}, or none")
+        kinds = f"of a kind of its own ({kind})" if kind else "not of one kind"
+        raise not_scaled(scaling, f"{text.model_type} has rotary positions {kinds}, or none")
     own_context = text.max_position_embeddings
     original = scaling.original_max_position_embeddings or _unscaled_context(own, own_context)
     context = scaling.context(original)

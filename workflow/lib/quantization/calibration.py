@@ -190,7 +190,7 @@ def summed_nll(
 @torch.no_grad()
 def document_losses(
     stream: LayerStream,
-    batches: list[Batch],
+    batches: Sequence[Batch],
     hidden: list[torch.Tensor],
     *,
     loss: SummedLoss = summed_nll,

@@ -194,7 +194,8 @@ class _LayerBackward:
                 for name, weight in weights.items():
                     self._changes[name] = weight - originals[name]
                     weight.copy_(originals[name])
-                    self._weights[name] = weight.requires_grad_()
+                    weight.requires_grad_()
+                    self._weights[name] = weight
 
     def run(
         self, batch: Batch, states: torch.Tensor, grad: torch.Tensor
@@ -217,6 +218,6 @@ class _LayerBackward:
 def _weights_of(part: nn.Module, path: str, paths: Collection[str]) -> dict[str, nn.Parameter]:
     """Return the weights of a linear, or of experts, that are in `paths`, by path."""
     if isinstance(part, nn.Linear):
-        return {path: part.weight}
+        return {path: part.get_parameter("weight")}
     stacks = {f"{path}.{name}": part.get_parameter(name) for name in matmul_names(part)}
     return {name: weight for name, weight in stacks.items() if name in paths}

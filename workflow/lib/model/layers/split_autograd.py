@@ -21,7 +21,8 @@ def apply_split(
     """Return a value with the gradient of the node `gradient`, applied to `args`. The node's
     forward returns `first_outputs`; `value` computes the value from its intermediates. Not valued:
     return the placeholder."""
-    placeholder, *intermediates = gradient.apply(*args)
+    outputs: tuple[torch.Tensor, ...] = gradient.apply(*args)
+    placeholder, *intermediates = outputs
     if not valued:
         return placeholder
     make: Callable[..., torch.Tensor] = _Value.apply

@@ -5,7 +5,7 @@ computes each tile again, without its output, and adds the gradients of weights 
 tiles. Recomputation of a layer skips the module, so both together cost what recomputation costs.
 Masks of dropout are those of the whole row."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -24,9 +24,10 @@ class Tiled(Protocol):
     tiles: "TokenTiles | None"
     """None: it computes all tokens at once."""
 
-    def compute(self, *inputs: torch.Tensor, valued: bool = True) -> torch.Tensor:
-        """Return y (..., hidden) of x (..., hidden) and other inputs (T, ...). Not valued: any
-        tensor of this shape with the gradient of y."""
+    @property
+    def compute(self) -> Callable[..., torch.Tensor]:
+        """Returns y (..., hidden) of x (..., hidden) and other inputs (T, ...). With
+        `valued=False`: any tensor of this shape with the gradient of y."""
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield its weights, gathered."""
@@ -96,7 +97,7 @@ class _TiledGradient(torch.autograd.Function):
             inputs = [restored(ctx.norm, rows[0][part]), *(x[part] for x in rows[1:])]
             made, made_sums = _tile_gradients(ctx.module, inputs, needed, weights, grad[part])
             for whole, tile_grad in zip(grad_inputs, made, strict=True):
-                if whole is not None:
+                if whole is not None and tile_grad is not None:
                     whole[part] = tile_grad
             sums = [_added(*pair) for pair in zip(sums, made_sums, strict=True)]
             del inputs, made, made_sums  # before the next tile
@@ -134,7 +135,7 @@ def tile_(model: nn.Module, adapters: AdapterState, *, tokens: int) -> int:
     """Let a model's feed-forwards and experts compute `tokens` at a time; return their number.
     adapters: the state of the model's adapters."""
     tiles = TokenTiles(adapters, tokens=tokens)
-    modules = [module for module in model.modules() if hasattr(module, "tiles")]
+    modules: list[Any] = [module for module in model.modules() if hasattr(module, "tiles")]
     for module in modules:
         module.tiles = tiles
     return len(modules)
