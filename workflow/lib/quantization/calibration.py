@@ -4,7 +4,7 @@ Beside the calibration rows, held-out documents run through three models at once
 bitsandbytes' (absmax), and the calibrated one. Their losses show the cost of 4 bits and the gain of
 calibration, at the price of three passes, without ever loading a whole model."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
