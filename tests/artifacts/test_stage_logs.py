@@ -92,6 +92,18 @@ def test_interrupted_jobs_without_an_error_of_their_own_are_told_as_interrupted(
     assert capsys.readouterr().err == f"{INTERRUPTED}\n"
 
 
+def test_a_failed_job_ends_those_that_prepare_others_which_are_not_told(tmp_path, capsys):
+    filtering = FailedJobs(tmp_path, since=0, end_others=lambda: True)
+    log(tmp_path, f"{STAMP} ERROR does not fit", name="preflight_run/a.log")
+    assert not filtering.filter(snakemakes(None, event="job_error"))
+    log(tmp_path, f"{STAMP} DEBUG {BEGUN}", name="quantize_base/b.log")
+    assert not filtering.filter(snakemakes(None, event="job_error"))
+    assert not filtering.filter(snakemakes("Finished jobid: 4", event="job_finished"))
+    printed = capsys.readouterr().err
+    assert printed.count("does not fit") == 1
+    assert "without a word" not in printed
+
+
 def test_logs_of_earlier_invocations_are_left_out(tmp_path):
     path = log(tmp_path, f"{STAMP} ERROR old")
     assert failure_causes(tmp_path, since=path.stat().st_mtime + 1) == []

@@ -72,11 +72,12 @@ LONG = {"max_steps": STEPS, "checkpoint_every_steps": 4, "grace_seconds": 20.0}
 
 @dataclass(frozen=True)
 class Job:
-    """A job that a dry run plans: its wildcards, and why Snakemake would run it."""
+    """A job that a dry run plans: its wildcards, why Snakemake would run it, and its cores."""
 
     rule: str
     wildcards: dict[str, str]
     reason: str
+    threads: int
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,7 @@ def parse_jobs(output: str) -> list[Job]:
         fields = dict(re.findall(r"^    (\w+): (.*)$", body, flags=re.MULTILINE))
         wildcards = dict(re.findall(r"(\w+)=([^,]+)", fields.get("wildcards", "")))
         if rule not in TARGETS:
-            jobs.append(Job(rule, wildcards, fields["reason"]))
+            jobs.append(Job(rule, wildcards, fields["reason"], int(fields.get("threads", 1))))
     return jobs
 
 

@@ -279,6 +279,17 @@ def test_target_plans_what_it_needs(fresh, target, rules):
     assert fresh.planned(*target) == once(rules)
 
 
+@pytest.mark.parametrize(("method", "is_beside"), [("absmax", True), ("calibrated", False)])
+def test_stages_run_side_by_side_but_preflight_ends_before_a_long_quantization(
+    fresh, tmp_path, method, is_beside
+):
+    project = fresh.copy(tmp_path / "project")
+    plan = project.plan("train", "--cores", "4", "--config", f"quantize={{method: {method}}}")
+    threads = {rule: jobs[0].threads for rule, jobs in plan.items()}
+    assert threads["describe_model"] + threads["tokenize_dataset"] == 4
+    assert (threads["preflight_run"] + threads["quantize_base"] <= 4) == is_beside
+
+
 def test_sweep_shares_tokens_and_base_where_their_settings_are_equal(fresh, tmp_path):
     sweep = fresh.copy(tmp_path / "sweep")
     sweep.edit(

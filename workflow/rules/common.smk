@@ -92,8 +92,19 @@ def shipped(settings):
 config = overridden(shipped(config), command_line)
 
 STARTED = time.time()
+
+
+def end_preparation():
+    """End stages beside which a run was refused, unless Snakemake is to keep going; return whether there are some."""
+    preparing = ("tokenize_dataset", "quantize_base")
+    return not workflow.execution_settings.keep_going and interrupts.end_stages(preparing)
+
+
 FAILED_JOBS = FailedJobs(
-    Path(with_prefix("logs")), since=STARTED, is_interrupted=interrupts.is_ending
+    Path(with_prefix("logs")),
+    since=STARTED,
+    is_interrupted=interrupts.is_ending,
+    end_others=end_preparation,
 )
 
 
@@ -386,8 +397,18 @@ CORES_PER_GPU, CORES_OF_PREPARATION = 2, 4
 
 
 def all_cores(_):
-    """Return the threads of preparing stages."""
+    """Return the threads of preparing stages that nothing else runs beside."""
     return workflow.cores if workflow.local_exec else CORES_OF_PREPARATION
+
+
+def one_core(_):
+    """Return the threads of a preparing stage beside others."""
+    return 1 if workflow.local_exec else CORES_OF_PREPARATION
+
+
+def most_cores(_):
+    """Return the threads of a preparing stage beside one on a single core."""
+    return max(1, workflow.cores - 1) if workflow.local_exec else CORES_OF_PREPARATION
 
 
 def cores(wildcards, most=None):
@@ -405,6 +426,18 @@ def cores(wildcards, most=None):
 
 # The same for jobs on one GPU.
 one_gpu, cores_of_one_gpu = partial(gpus_of_job, most=1), partial(cores, most=1)
+
+
+def preflight_cores(wildcards):
+    """Return the threads of preflight: one, beside the quantization; before hours of calibration all."""
+    calibrates = run_of(wildcards).quantize.calibrates
+    return cores(wildcards) if calibrates or not on_this_machine() else 1
+
+
+def quantizing_cores(wildcards):
+    """Return the threads of the quantization, which leaves preflight a core."""
+    count = cores_of_one_gpu(wildcards)
+    return min(count, max(1, workflow.cores - 1)) if on_this_machine() else count
 
 
 # Needs of jobs that train, and of jobs that read the trained model.

@@ -5,11 +5,11 @@ rule describe_model:
         "results/models/{model}/description.json",
     log:
         "logs/describe_model/{model}.log",
-    # The first of all stages: it refuses a model before anything else runs.
+    # The first of all stages: it refuses a model before anything else has ended.
     priority: FIRST + 2
     conda:
         "../../envs/torch.yaml"
-    threads: all_cores
+    threads: one_core
     params:
         checks=model_checks,
     shell:

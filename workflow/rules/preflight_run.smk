@@ -12,7 +12,7 @@ rule preflight_run:
     priority: FIRST
     conda:
         "../../envs/torch.yaml"
-    threads: cores
+    threads: preflight_cores
     params:
         free_settings=free_settings("preflight_run"),
         # Answers are sampled later.

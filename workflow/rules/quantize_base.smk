@@ -15,7 +15,7 @@ rule quantize_base:
         "results/benchmarks/quantize_base/{base}.tsv"
     conda:
         "../../envs/torch.yaml"
-    threads: cores_of_one_gpu
+    threads: quantizing_cores
     resources:
         gpu=one_gpu,
         mem_mb=requested("mem_mb", cluster_request.quantizing),

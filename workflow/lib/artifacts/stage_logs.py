@@ -31,20 +31,29 @@ LISTED = re.compile(
     r"|(?<=have changed since last execution): .*",
     re.DOTALL,
 )
-# Snakemake's messages after a cause; it stands at the end of the terminal's output.
+KILLED = "the stage ended without a word"
+# Snakemake's events and messages after a cause; it stands at the end of the terminal's output.
+FINISHED = ("job_finished", "progress")
 SAYS_LESS = ("Exiting because a job execution failed", "At least one job did not complete")
 
 
 class FailedJobs(logging.Filter):
     """Filter of Snakemake's messages on the terminal: of a failed job show the error in its log, in
     place of its command. since: as of `failure_causes`; is_interrupted: whether the user ends the
-    jobs, of which those that still import packages write no error."""
+    jobs, of which those that still import packages write no error; end_others: called at a failed
+    job, ends those that prepare others; returns whether there are some."""
 
     def __init__(
-        self, folder: Path, *, since: float, is_interrupted: Callable[[], bool] = lambda: False
+        self,
+        folder: Path,
+        *,
+        since: float,
+        is_interrupted: Callable[[], bool] = lambda: False,
+        end_others: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__()
         self._folder, self._since, self._is_interrupted = folder, since, is_interrupted
+        self._end_others, self._has_ended_others = end_others, False
         self._shown: set[str] = set()
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -54,9 +63,12 @@ class FailedJobs(logging.Filter):
             return False  # `job_error`, which follows, has the same command
         if (self._shown or self._is_interrupted()) and any(less in text for less in SAYS_LESS):
             return False
-        if getattr(record, "event", None) != "job_error":
-            return True
-        return not (self.show() or self._is_interrupted())
+        event = getattr(record, "event", None)
+        if event != "job_error":
+            return not (self._has_ended_others and event in FINISHED)
+        is_explained = self.show() or self._is_interrupted() or self._has_ended_others
+        self._has_ended_others |= self._end_others()
+        return not is_explained
 
     def show_last(self) -> None:
         """Print the causes that are left, or that the user ended the jobs."""
@@ -68,6 +80,8 @@ class FailedJobs(logging.Filter):
         """Print causes that were not shown yet; return whether there are some."""
         causes = failure_causes(self._folder, since=self._since)
         new = [cause for cause in causes if cause not in self._shown]
+        if self._has_ended_others:
+            new = [cause for cause in new if KILLED not in cause]
         for cause in new:
             print(cause, file=sys.stderr, flush=True)
         self._shown.update(new)
@@ -127,7 +141,7 @@ def _cause(records: list[tuple[str, list[str]]]) -> str | None:
     if any(level in ("ERROR", "CRITICAL") for level, _ in records[marks[-1] :]):
         return _shortened(_first_hand(records))
     return (
-        f"the stage ended without a word; the last was: {_shortened(records[-1][1])}. It was "
+        f"{KILLED}; the last was: {_shortened(records[-1][1])}. It was "
         "killed from outside, or by the kernel for lack of memory (`dmesg` tells). Repeat the "
         "command to continue from what is finished."
     )

@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -76,6 +76,20 @@ def _signal_jobs(parent: int, number: signal.Signals) -> None:
                 os.kill(pid, number)
             signalled.add(pid)
         time.sleep(POLL_S)
+
+
+def end_stages(stages: Iterable[str]) -> bool:
+    """Terminate the jobs of this process that run one of these stages; return whether there are
+    some. Not by SIGINT: Python shows a traceback for it until a stage handles it."""
+    programs = {f"workflow.scripts.{stage}" for stage in stages}
+    has_ended = False
+    for pid in group_below(os.getpid()):
+        with suppress(OSError):  # it has ended
+            command = Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+            if any(program in command for program in programs):
+                os.kill(pid, signal.SIGTERM)
+                has_ended = True
+    return has_ended
 
 
 def group_below(pid: int) -> list[int]:
