@@ -32,10 +32,11 @@ def straight(plan):
         - 200 * plan.offload_layers
         + (500 - 20 * plan.offload_layers) * (not plan.reshard_after_forward)
     )
+    workspace = rows * (300 if plan.tile_tokens else 900)
     return Peaks(
         {
             "forward": {"nf4_weights": weights, "saved_activations": round(kept - away)},
-            "backward": {"nf4_weights": weights, "layer_workspace": 900 * rows},
+            "backward": {"nf4_weights": weights, "layer_workspace": workspace},
         },
         host_bytes=round(away) + 200 * plan.offload_layers,
     )
@@ -57,6 +58,7 @@ def lines(record, **changes):
         ({"reshard_after_forward": False, "micro_batch_size": 2}, 3),
         ({"offload_layers": 5, "micro_batch_size": 2}, 3),
         ({"offload_layers": 8, "reshard_after_forward": False}, 2),
+        ({"tile_tokens": 64, "micro_batch_size": 4, "offload_activations": True}, 3),
     ],
 )
 def test_what_is_straight_is_predicted_exactly_by_few_recordings(changes, recordings):
