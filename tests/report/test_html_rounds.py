@@ -109,6 +109,6 @@ def test_required_reward_is_the_gain_since_the_first_round(runs):
     first, second = (run.measured for run in runs)
     for least, met in ((0.12, True), (0.13, False)):
         (verdict,) = verdicts({"reward": least}, second, by="estimate")
-        assert (verdict.met, verdict.reference) == (met, "the first round")
+        assert (verdict.met, verdict.reference) == (met, "first round")
     with pytest.raises(UserError, match="the run is the first round"):
         verdicts({"reward": 0.1}, first, by="estimate")

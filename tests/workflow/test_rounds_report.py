@@ -29,7 +29,7 @@ def test_report_tells_of_rounds_of_grpo_and_the_last_one_must_reach_the_reward(t
     done = project.snakemake("all")
     assert done.status == 1
     assert "Traceback" not in done.output
-    assert "reward" in done.output, done.output
+    assert "r-2: reward gained" in done.output, done.output
     assert "1000" in done.output
     page = Page((project.root / "results" / "report" / "report.html").read_text())
     assert {"sampled", "clipped", "reference_kl", "entropy"} <= {*page.attributes("data-figure")}

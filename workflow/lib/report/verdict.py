@@ -279,7 +279,7 @@ def _verdict(name: str, least: float, measured: Measured, *, by: RequireBy) -> G
         reference = FORMS[forgot.reference].label
         gain, ci95 = _loss_gain(forgot.difference, "")
     elif name == REWARD:
-        reference = "the first round"
+        reference = "first round"
         if measured.reward_gain is None:
             reason = "the run is the first round, or its held-out prompts have no rewards"
             raise setting_error("evaluate.require", name, reason, "Require it of later rounds")
