@@ -111,7 +111,7 @@ def _examples_trained(run: RunConfig) -> dict[str, Any]:
 
 def answers_key(run: RunConfig) -> str:
     """Short hash of all that sampled answers depend on: model, prompts and settings."""
-    start = run.train.start_from if run.start is None else fingerprint(run.start)
+    start = run.start_key or run.train.start_from
     same = _comparable(run, lambda affects: affects.reruns("sample_answers"))
     numerics = [run.model.compute_dtype, run.model.attention]
     answers = same.answers.model_dump(mode="json")
@@ -346,7 +346,7 @@ def fingerprint(run: RunConfig, *, any_length: bool = False) -> str:
     others = [section.model_dump(mode="json") for section in sections]
     numerics = [run.model.compute_dtype, run.model.attention_dropout, run.model.attention]
     # sampled answers depend on the start already
-    start = None if run.start is None or run.samples else fingerprint(run.start)
+    start = None if run.samples else run.start_key
     return short_hash([tokens_key(run), short_hash(_base(run)), train, others, numerics, start])
 
 

@@ -78,7 +78,7 @@ def _started(
         lora = continued(
             run.lora, other.lora, run=name, start=start, follow=True, beside=differences
         )
-        return run.starting_from(other, lora)
+        return run.starting_from(other, lora, key=layout.fingerprint(other))
     folder = Path(layout.start_adapter(run) or "")
     if is_hub_id(start):
         folder = Path(with_prefix(str(folder)))

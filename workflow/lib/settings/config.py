@@ -143,16 +143,25 @@ class RunConfig(Sections):
     """All settings of one run."""
 
     _start: "RunConfig | None" = PrivateAttr(None)
+    _start_key: str | None = PrivateAttr(None)
 
     @property
     def start(self) -> "RunConfig | None":
         """The run that this one starts from (`artifacts.starts`); None for other adapters."""
         return self._start
 
-    def starting_from(self, start: "RunConfig | None", lora: LoraSettings) -> "RunConfig":
-        """Return these settings with the effects of `train.start_from`."""
+    @property
+    def start_key(self) -> str | None:
+        """Hash of all that the run that this one starts from depends on, kept as chains are
+        long."""
+        return self._start_key
+
+    def starting_from(
+        self, start: "RunConfig | None", lora: LoraSettings, *, key: str | None = None
+    ) -> "RunConfig":
+        """Return these settings with the effects of `train.start_from`. key: `start_key`."""
         run = self.model_copy(update={"lora": lora})
-        run._start = start
+        run._start, run._start_key = start, key
         return run
 
     @property
