@@ -1,5 +1,6 @@
 """The start of the training as the reference of preferences."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +13,7 @@ from tests.support.scored_rows import PROMPTED, prompted_rows
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.training.batches import stored_batch
 from workflow.lib.training.loop import Trainer, make_optimizer
+from workflow.lib.training.start_reference import with_references
 
 ROWS = len(PROMPTED)
 
@@ -66,3 +68,13 @@ def test_reference_point_of_kto_is_0_before_the_first_update(wide):
     (((first, *later), *_),) = run_in_group(steps_of, wide, "kto", "float8", world_size=1)
     assert first.kl == 0.0
     assert any(step.kl != 0.0 for step in later)
+
+
+def test_scores_of_another_model_stay_beside_the_start():
+    """KL of grpo may be to another model."""
+    batch = stored_batch(prompted_rows("groups"), np.arange(2))
+    start = torch.zeros_like(batch.targets, dtype=torch.float32)
+    (found,) = with_references([batch], [start])
+    assert found.reference is start
+    assert found.scored is batch.reference
+    assert batch.reference.abs().min() > 0
