@@ -60,11 +60,19 @@ def test_answers_are_read_as_they_were_sampled(writer, tmp_path):
     assert all(prompt.answers == ANSWERS for prompt in read)
 
 
-def test_damaged_answers_are_refused(writer, tmp_path):
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: content.replace(b"0.1", b"0.2", 1),
+        lambda content: content[: content[:-1].rindex(b"\n") + 1],
+    ],
+    ids=["other number", "lost line"],
+)
+def test_damaged_answers_are_refused(writer, tmp_path, damage):
     last = writer()
     add(last, last.prepare())
     finish(last)
     path = tmp_path / "answers" / last.shards[0].name
-    path.write_bytes(path.read_bytes().replace(b"0.1", b"0.2", 1))
+    path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(UserError, match=r"answers-00000\.jsonl is damaged"):
         read_answers(tmp_path / "answers")
