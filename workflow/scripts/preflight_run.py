@@ -95,7 +95,7 @@ def main(args: argparse.Namespace) -> None:
     shape = read_model(Path(args.model), args.description)
     tokens = read_tokens(args.tokens)
     if args.of_prompts:
-        tokens = of_answers(tokens, settings)
+        tokens = counts_of_round(tokens, settings)
     machine = read_machine(settings.hardware)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(args.output.parent).free
@@ -116,12 +116,12 @@ def with_kept(settings: RunConfig, base: Path | None) -> RunConfig:
     return settings.model_copy(update={"quantize": settings.quantize.keeping(recorded)})
 
 
-def of_answers(tokens: TokenCounts, settings: RunConfig) -> TokenCounts:
+def counts_of_round(tokens: TokenCounts, settings: RunConfig) -> TokenCounts:
     """Return the counts of a round, by those of the rows whose prompts it answers."""
     answers, examples = settings.answers, needs_of(settings.train.objective).examples
     per_prompt = {"texts": 1, "pairs": 2}.get(examples, answers.per_prompt)
     count = per_prompt * answers.prompts_per_round
-    return tokens.of_answers(count, answer_tokens=answers.max_new_tokens)
+    return tokens.with_answers(count, answer_tokens=answers.max_new_tokens)
 
 
 def read_model(model: Path, description: Path | None) -> ModelShape:

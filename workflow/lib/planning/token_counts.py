@@ -19,7 +19,7 @@ class TokenCounts:
     lengths: tuple[LengthGroup, ...] = ()
     """Of documents and padding in its rows; empty: unknown, and equal lengths are assumed."""
 
-    def of_answers(self, answers: int, *, answer_tokens: int) -> "TokenCounts":
+    def with_answers(self, answers: int, *, answer_tokens: int) -> "TokenCounts":
         """Return the counts of this many answers of at most `answer_tokens` to prompts of these
         rows, each with its prompt."""
         untrained = self.packed_rows * self.seq_len - self.trained_tokens
