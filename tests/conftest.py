@@ -15,6 +15,7 @@ from tests.support.canaries import CANARIES
 from tests.support.preloaded_python import VARIABLE, start_server
 from tests.support.shared import current_test, made_once
 from tests.support.workflow_project import LONG, Project, make_project
+from workflow.lib.distributed.stop_signals import SIGNALS
 from workflow.lib.system.hardware import visible_gpus
 
 if TYPE_CHECKING:
@@ -69,6 +70,15 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Generator[None, 
             later = pytest.fail.Exception(said, pytrace=False)
             fixturedef.cached_result = (None, fixturedef.cached_result[1], (later, None))
         raise
+
+
+@pytest.fixture(autouse=True)
+def _signals_are_handled_as_before() -> Generator[None]:
+    """A launcher keeps its handlers to its end, which here is that of a test."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

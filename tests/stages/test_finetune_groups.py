@@ -51,7 +51,7 @@ def steps(tmp_path):
 def test_run_begins_at_the_start_of_the_round_and_learns_the_better_answers(steps):
     first, *_, last = steps
     assert first["ratio"] == 1
-    assert first["kl"] == first["clipped"] == 0
+    assert first["reference_kl"] == first["clipped"] == 0
     assert last["loss"] < first["loss"]
-    assert last["kl"] > 0
+    assert last["reference_kl"] > 0
     assert last["clipped"] > 0

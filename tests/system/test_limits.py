@@ -131,8 +131,10 @@ def test_work_within_bounded_work_counts_to_it(tmp_path):
             while True:
                 pass
 
+    # The watcher is first where Python comes to its own signal late.
     code, error = WatchedProcess(tmp_path, nested).end()
-    assert (code, error[:38]) == (0, "raised UserError: outer takes more tha")
+    assert error.removeprefix("raised UserError: ").startswith("outer takes more tha")
+    assert code == (0 if error.startswith("raised") else -signal.SIGKILL)
 
 
 def test_interrupt_ends_work_that_ignores_it(tmp_path):

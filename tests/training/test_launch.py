@@ -18,7 +18,6 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from tests.support.preloaded_python import SETTLED, preloaded_python
 from tests.support.refusals import refusal
-from workflow.lib.distributed.stop_signals import SIGNALS
 from workflow.lib.distributed.world import die_with_launcher
 from workflow.lib.system.environment import LAUNCHER_VARIABLE
 from workflow.lib.system.errors import BatchMemoryError, StoppedError, UserError
@@ -201,19 +200,14 @@ def test_workers_that_stopped_as_asked_are_no_failure(tmp_path):
 def test_signal_that_is_told_twice_stops_once_and_an_ignored_one_stops_nothing():
     """A terminal and Snakemake both tell; torchrun would cut the second time short what the first
     began."""
-    before = {number: signal.getsignal(number) for number in SIGNALS}
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
-    try:
-        stop_on_signals()
-        os.kill(os.getpid(), signal.SIGHUP)
-        with pytest.raises(SignalException, match="SIGINT") as caught:
-            signal.raise_signal(signal.SIGINT)
-        assert caught.value.sigval == signal.SIGTERM
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            signal.raise_signal(number)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    stop_on_signals()
+    os.kill(os.getpid(), signal.SIGHUP)
+    with pytest.raises(SignalException, match="SIGINT") as caught:
+        signal.raise_signal(signal.SIGINT)
+    assert caught.value.sigval == signal.SIGTERM
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.raise_signal(number)
 
 
 @contextmanager

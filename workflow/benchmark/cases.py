@@ -273,6 +273,8 @@ def model_config(sizes: BenchmarkConfig) -> dict[str, Any]:
         )
     decoder = text_part(config)
     changed = {"num_hidden_layers": sizes.layers, "vocab_size": sizes.vocab_size}
+    if (context := decoder.get("max_position_embeddings")) and context < sizes.seq_len:
+        changed["max_position_embeddings"] = sizes.seq_len  # of random weights any is as good
     changed |= _first_layers(decoder, sizes.layers)
     return decoder | {key: value for key, value in changed.items() if value is not None}
 

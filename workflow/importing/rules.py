@@ -49,8 +49,10 @@ def _objective(draft: Draft) -> None:
     if name in ("dpo", "cpo") and loss in ("ipo", "orpo", "simpo"):
         name = loss
     name = {"pt": "sft"}.get(name, name)
-    if name not in NEEDS:
-        draft.refuse("objective", f"trained are {', '.join(NEEDS)}")
+    # Rewards are programs: no key of a config says them.
+    objectives = [known for known, needs in NEEDS.items() if needs.examples != "groups"]
+    if name not in objectives:
+        draft.refuse("objective", f"trained are {', '.join(objectives)}")
         return
     draft.objective = name
     how = f"as {telling[0]} is given" if telling else ""
