@@ -50,7 +50,7 @@ def _objective(draft: Draft) -> None:
         name = loss
     name = {"pt": "sft"}.get(name, name)
     # Rewards are programs: no key of a config says them.
-    objectives = [known for known, needs in NEEDS.items() if needs.examples != "groups"]
+    objectives = [entry for entry, needs in NEEDS.items() if needs.examples != "groups"]
     if name not in objectives:
         draft.refuse("objective", f"trained are {', '.join(objectives)}")
         return
