@@ -77,6 +77,8 @@ def test_commands_of_a_page_run_one_after_the_other(page, ran):
 
 # Parts of a run that these runs do not make: a server, or a model that llama.cpp knows.
 NEED_MORE = ("convert_gguf", "check_served", "convert_merged/w4a16")
+# Shared parts: of other settings, or of GPUs.
+NOT_SHARED_HERE = {"results/extended/*-*", "results/sensitivities/*-*.json"}
 
 
 def doc(name):
@@ -123,7 +125,7 @@ def test_artifacts_of_the_page_are_there(project, ran):
     assert len(patterns) >= 12
     missing = {pattern for pattern in patterns if not list(project.glob(pattern))}
     others = {f"results/runs/*/{path}" for path in NEED_MORE}
-    assert missing == others | {"results/extended/*-*"}, "which need more than these runs"
+    assert missing == others | NOT_SHARED_HERE, "which need more than these runs"
 
 
 def test_make_train_is_the_command_of_the_pages(tmp_path):

@@ -17,16 +17,17 @@ ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "tests" / "slow.txt"
 LISTED_S = 5.0  # files that take less are not worth an order
 OTHERS = "(others)"
-SHARE = 0.31  # of the time of everything, for `make test`; imports make it 40%
+SHARE = 0.22  # of the time of everything, for `make test`; imports make it 30%
 # Three processes on two cores for 7.5 minutes (imports take two more), and 240 s of tests in files
 # of `ALWAYS` that are slow themselves.
 MOST_S = 1590.0
-# One run of the whole workflow, its graph, one family of each kind, and the figures of the house:
-# of every change, however long they take.
+# One run of the whole workflow, its graph, the training's loop, one family of each kind, and the
+# figures of the house: of every change, however long they take.
 ALWAYS = (
     "tests/workflow/test_run.py",
     "tests/workflow/test_dag.py",
     "tests/training/test_families.py",
+    "tests/training/test_loop.py",
     "tests/project/test_house.py",
 )
 
