@@ -61,5 +61,5 @@ def test_longest_files_are_slow_but_those_of_every_change():
 def test_what_is_left_takes_no_more_minutes_however_long_all_take():
     rows = read_table(table_of({"a.py": MOST_S, "b.py": MOST_S / 2, OTHERS: 9 * MOST_S}))
     assert rows == {"a.py": "slow", "b.py": "slow"}
-    few = read_table(table_of({"a.py": MOST_S, "b.py": 1.0, OTHERS: 0.4 * MOST_S, "c.py": 9.0}))
+    few = read_table(table_of({"a.py": MOST_S, "b.py": 1.0, OTHERS: 0.2 * MOST_S, "c.py": 9.0}))
     assert few == {"a.py": "slow", "b.py": "always", "c.py": "always"}
