@@ -5,6 +5,7 @@ trained tokens. Answers are greedy."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -97,8 +98,12 @@ def generate_answers(
         answers: list[list[int]] = [[]] * len(prompts)
         with Progress(WHAT, total=len(prompts), unit="answers") as progress:
             for batch in batches(lengths, alike, size=size):
-                rows = _continue(
-                    model, [prompts[index] for index in batch], settings, device=device
+                rows = continue_rows(
+                    model,
+                    [prompts[index].prompt for index in batch],
+                    stop_ids=settings.stop_ids,
+                    max_new_tokens=settings.max_new_tokens,
+                    device=device,
                 )
                 for index, row in zip(batch, rows, strict=True):
                     answers[index] = until_stop(row, settings.stop_ids)
@@ -109,15 +114,18 @@ def generate_answers(
 
 
 @torch.no_grad()  # as in `heldout`
-def _continue(
+def continue_rows(
     model: PeftModel | PreTrainedModel,
-    prompts: Sequence[Prompt],
-    settings: AnswerSettings,
+    rows: Sequence[list[int]],
     *,
+    stop_ids: Sequence[int],
+    max_new_tokens: int,
     device: torch.device,
+    **options: Any,
 ) -> list[list[int]]:
-    """Return the new tokens of each prompt of one batch, with those after an end."""
-    ids, mask = left_padded([prompt.prompt for prompt in prompts], device=device)
+    """Return the new tokens of each row of one batch, with those after an end; options: further
+    ones of `generate`."""
+    ids, mask = _left_padded(rows, device=device)
     output = model.generate(  # type: ignore[operator]
         input_ids=ids,
         attention_mask=mask,
@@ -125,17 +133,18 @@ def _continue(
             do_sample=False,
             num_beams=1,
             repetition_penalty=1.0,
-            max_new_tokens=settings.max_new_tokens,
-            eos_token_id=settings.stop_ids or None,
-            pad_token_id=settings.stop_ids[0] if settings.stop_ids else 0,
+            max_new_tokens=max_new_tokens,
+            eos_token_id=[*stop_ids] or None,
+            pad_token_id=stop_ids[0] if stop_ids else 0,
         ),
         synced_gpus=False,  # `work_sharing.in_step` synchronizes any number of calls
+        **options,
     )
-    rows: list[list[int]] = output[:, ids.shape[1] :].tolist()
-    return rows
+    new: list[list[int]] = output[:, ids.shape[1] :].tolist()
+    return new
 
 
-def left_padded(
+def _left_padded(
     rows: Sequence[list[int]], *, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ids and attention mask (rows, longest): generation continues at the right edge."""

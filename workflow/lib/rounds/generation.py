@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from transformers import (
-    GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedTokenizerBase,
@@ -24,7 +23,7 @@ from transformers import (
 from workflow.lib.distributed.work_sharing import is_sharded
 from workflow.lib.evaluation.batch_size import batches, fitting_batch_size, halving
 from workflow.lib.evaluation.questions import Model
-from workflow.lib.evaluation.sample_answers import left_padded
+from workflow.lib.evaluation.sample_answers import continue_rows
 from workflow.lib.model.layers.rotary_by_length import rotated_alike
 from workflow.lib.settings.rounds import AnswersConfig
 
@@ -162,7 +161,6 @@ def sample(
     return halving(with_size, start=start, what=what, collective=is_sharded(model))
 
 
-@torch.no_grad()
 def _batch(
     model: Model,
     requests: Sequence[Request],
@@ -171,26 +169,18 @@ def _batch(
     device: torch.device,
 ) -> list[Sampled]:
     most = settings.max_new_tokens
-    ids, mask = left_padded([list(request.prompt) for request in requests], device=device)
     uniforms = np.stack([request.uniforms(most) for request in requests])
     draw = _Draw(torch.from_numpy(uniforms).to(device), settings.temperature, settings.top_p)
-    output = model.generate(  # type: ignore[operator]
-        input_ids=ids,
-        attention_mask=mask,
-        generation_config=GenerationConfig(
-            do_sample=False,
-            num_beams=1,
-            repetition_penalty=1.0,
-            max_new_tokens=most,
-            eos_token_id=list(ends.ids) or None,
-            pad_token_id=ends.ids[0] if ends.ids else 0,
-        ),
+    prompts = [list(request.prompt) for request in requests]
+    by_text = [_EndTexts(ends, max(map(len, prompts)))] if ends.texts else []
+    rows = continue_rows(
+        model,
+        prompts,
+        stop_ids=ends.ids,
+        max_new_tokens=most,
+        device=device,
         logits_processor=LogitsProcessorList([draw]),
-        stopping_criteria=StoppingCriteriaList(
-            [_EndTexts(ends, ids.shape[1])] if ends.texts else []
-        ),
-        synced_gpus=False,
+        stopping_criteria=StoppingCriteriaList(by_text),
     )
     log_probs = torch.stack(draw.log_probs, dim=1).tolist()
-    rows = output[:, ids.shape[1] :].tolist()
     return [ends.cut(*row) for row in zip(rows, log_probs, strict=True)]

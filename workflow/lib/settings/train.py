@@ -43,7 +43,7 @@ class RopeScaling(Section):
     original_max_position_embeddings: Annotated[int | None, SCALED_ONLY] = Field(
         None, ge=1, le=2**40
     )
-    """Context without scaling; null = the model's max_position_embeddings."""
+    """Context without scaling; null = the model's, before a scaling of its own."""
     beta_fast: Annotated[float, YARN_ONLY] = Field(32.0, gt=0.0, le=1024.0)
     """yarn: rotations within the original context from which a frequency stays as it is."""
     beta_slow: Annotated[float, YARN_ONLY] = Field(1.0, gt=0.0, le=1024.0)
