@@ -157,13 +157,17 @@ def bytes_excess(num_bytes: int) -> str:
 
 @contextmanager
 def watched(report: Callable[[str], None]) -> Iterator[None]:
-    """Watch this process's work in the block. report: called in the watcher with the error, before
-    it kills this process."""
+    """Watch this process's work in the block, from its first instruction on. report: called in the
+    watcher with the error, before it kills this process."""
     memory, pid = mmap.mmap(-1, SLOT_BYTES * MAX_PROCESSES), os.getpid()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    watches, tell = os.pipe()
     watcher = os.fork()
     if watcher == 0:
-        _watch(memory, pid, report)
+        _watch(memory, pid, tell, report)
+    os.close(tell)
+    os.read(watches, 1)
+    os.close(watches)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     _process[:] = [_Process(memory, Slot(memory, 0), pid)]
     try:
@@ -213,11 +217,12 @@ class _Start:
     resident_bytes: int
 
 
-def _watch(memory: mmap.mmap, stage: int, report: Callable[[str], None]) -> NoReturn:
+def _watch(memory: mmap.mmap, stage: int, tell: int, report: Callable[[str], None]) -> NoReturn:
     try:
         die_with_parent(stage)
         watcher = _Watcher(memory, stage, report)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+        os.write(tell, b"\0")
         watcher.run()
     finally:
         os._exit(0)
