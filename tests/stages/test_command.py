@@ -17,7 +17,15 @@ import pytest
 from tests.support.forked_stage import command_line, forked_stage, settings_file
 from workflow.lib.artifacts.stage_logs import ERRORS_FROM_LOG
 from workflow.lib.system.errors import UserError
-from workflow.scripts.command import LogFile, Terminal, interrupt, only_writer, run, stage_parser
+from workflow.scripts.command import (
+    LogFile,
+    Terminal,
+    command_parser,
+    interrupt,
+    only_writer,
+    run,
+    stage_parser,
+)
 
 logger = logging.getLogger("workflow")
 
@@ -243,9 +251,9 @@ def test_garbage_is_looked_for_when_a_stage_works_and_not_while_it_is_imported()
     """The import is what `python -m` makes of a stage before it finds its module."""
     look = (
         "import gc, sys; sys.argv = ['-m']; import workflow.scripts; found = [gc.isenabled()]\n"
-        "from workflow.scripts.command import run, stage_parser\n"
+        "from workflow.scripts.command import command_parser, run\n"
         "sys.argv = ['stage']\n"
-        "parser = stage_parser(None, config_required=False)\n"
+        "parser = command_parser(None)\n"
         "run(lambda args: found.append(gc.isenabled()), parser)\n"
         "print(found)"
     )
@@ -287,7 +295,7 @@ def test_result_of_a_stage_whose_input_changed_is_not_kept(tmp_path, monkeypatch
     options = ["--model", str(model), "--output", str(output)]
     monkeypatch.setattr(sys, "argv", ["stage", *options])
     with pytest.raises(SystemExit, match="1"):
-        run(work, stage_parser("", needs="model output", config_required=False))
+        run(work, command_parser("", needs="model output"))
     assert f"{model / 'config.json'} was changed while it was read" in capsys.readouterr().err
     assert not output.exists()
 

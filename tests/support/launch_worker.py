@@ -22,7 +22,7 @@ from workflow.lib.distributed.heartbeat import Pulse
 from workflow.lib.distributed.world import die_with_launcher, process_group
 from workflow.lib.system.errors import BatchMemoryError
 from workflow.lib.training.failure_causes import explained
-from workflow.scripts.command import run, stage_parser
+from workflow.scripts.command import command_parser, run
 
 LONG_S = 3600  # nobody waits so long: whoever sleeps or waits here is ended by the launcher
 
@@ -190,7 +190,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = stage_parser(__doc__, config_required=False)
+    parser = command_parser(__doc__)
     parser.add_argument("behaviour")
     parser.add_argument("folder", type=Path)
     run(main, parser, locks_itself=True)

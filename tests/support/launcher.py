@@ -7,7 +7,7 @@ from pathlib import Path
 
 from workflow.lib.system.environment import find_node
 from workflow.lib.training.launch import Workers, launch_workers
-from workflow.scripts.command import run, stage_parser
+from workflow.scripts.command import command_parser, run
 
 
 def main(args: argparse.Namespace) -> None:
@@ -18,7 +18,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = stage_parser(__doc__, config_required=False)
+    parser = command_parser(__doc__)
     parser.add_argument("processes", type=int)
     parser.add_argument("behaviour")
     parser.add_argument("folder", type=Path)

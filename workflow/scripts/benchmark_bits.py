@@ -23,7 +23,7 @@ from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.records import Sensitivities
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.planning.preflight.bit_choice import costs_of
-from workflow.scripts.command import logger, run, stage_parser
+from workflow.scripts.command import command_parser, logger, run
 
 
 def main(args: argparse.Namespace) -> None:
@@ -43,7 +43,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    arguments = stage_parser(__doc__, needs="model tokens output", config_required=False)
+    arguments = command_parser(__doc__, needs="model tokens output")
     arguments.add_argument("--sensitivities", type=Path, required=True, help="of the model")
     arguments.add_argument("--calibrated", type=Path, help="a calibrated base of the model")
     names = [variant.name for variant in VARIANTS]

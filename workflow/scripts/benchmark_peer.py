@@ -3,7 +3,7 @@
 import argparse
 
 from workflow.lib.distributed.world import die_with_launcher
-from workflow.scripts.command import run, stage_parser
+from workflow.scripts.command import command_parser, run
 
 
 def main(args: argparse.Namespace) -> None:
@@ -14,4 +14,4 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    run(main, stage_parser(__doc__, needs="job output", config_required=False))
+    run(main, command_parser(__doc__, needs="job output"))

@@ -39,7 +39,7 @@ from workflow.lib.system.hardware import visible_gpus
 from workflow.lib.system.locks import exclusive
 from workflow.lib.system.number_formats import size
 from workflow.lib.training.launch import Workers, launch_workers
-from workflow.scripts.command import logger, run, stage_parser
+from workflow.scripts.command import command_parser, logger, run
 
 FINAL = ("measured", "out_of_memory")
 PEER = "workflow.scripts.benchmark_peer"
@@ -103,15 +103,15 @@ def kept_folder(args: argparse.Namespace) -> Path:
 
 def wanted_requests(args: argparse.Namespace, *, num_gpus: int) -> list[Request]:
     """Return the requests of a settings file and the options beside it."""
-    document = (
-        yaml.safe_load(args.configfile.read_text(encoding="utf-8")) if args.configfile else {}
-    )
+    documents = [yaml.safe_load(path.read_text(encoding="utf-8")) or {} for path in args.configfile]
     chosen: dict[str, Any] = {}
     if args.cases is not None:
         chosen["cases"] = "all" if args.cases == ["all"] else args.cases
     if args.processes is not None:
         chosen["processes"] = args.processes
-    settings = merge(merge(document, args.config or {}), {"benchmark": chosen} if chosen else {})
+    settings: dict[str, object] = {"benchmark": {}}
+    for document in [*documents, {"benchmark": chosen}]:
+        settings = merge(settings, document)
     return requests(load_benchmark(settings), num_gpus=num_gpus)
 
 
@@ -238,10 +238,9 @@ def first_line(error: BaseException) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    arguments = stage_parser(__doc__, needs="output", takes="job", config_required=False)
-    arguments.add_argument(
-        "--configfile", type=Path, help="section benchmark, YAML; without, the defaults"
-    )
+    arguments = command_parser(__doc__, needs="output", takes="job")
+    text = "section benchmark, YAML, the later before the earlier; without, the defaults"
+    arguments.add_argument("--configfile", nargs="+", default=[], type=Path, help=text)
     arguments.add_argument("--cases", nargs="+", metavar="NAME", help="cases by name, or all")
     arguments.add_argument("--processes", nargs="+", type=int, help="numbers of processes")
     arguments.add_argument(

@@ -19,7 +19,7 @@ from workflow.lib.settings.config import ModelConfig, RunConfig
 from workflow.lib.settings.forms import FORMS, SUBJECTS
 from workflow.lib.system.environment import importing
 from workflow.lib.system.errors import UserError, setting_error
-from workflow.scripts.command import logger, run, stage_parser
+from workflow.scripts.command import command_parser, logger, run
 
 MODELS = tuple(name for name in SUBJECTS if FORMS[name].adapter != "start")
 NEW = "/new"
@@ -113,7 +113,7 @@ def model_folders(args: argparse.Namespace) -> tuple[Path, Path]:
 
 
 if __name__ == "__main__":
-    parser = stage_parser(__doc__, config_required=False)
+    parser = command_parser(__doc__)
     parser.add_argument("run", metavar="RUN", help="name of the run")
     parser.add_argument("--prompt", help="one question, in place of a conversation")
     parser.add_argument("--model", choices=MODELS, default="tuned", help="(%(default)s)")

@@ -97,11 +97,19 @@ OPTIONS: dict[str, tuple[type, str]] = {
 
 
 def stage_parser(
-    description: str | None, *, needs: str = "", takes: str = "", config_required: bool = True
+    description: str | None, *, needs: str = "", takes: str = ""
 ) -> argparse.ArgumentParser:
-    """Return a parser with the options that every stage has, and those of `OPTIONS` that this one
-    has. needs, takes: the names of required and of other ones, which a rule may name without a
-    value. Without a required `--config`, it may be None."""
+    """Return a command's parser that also has the stage's settings, as Snakemake writes them."""
+    parser = command_parser(description, needs=needs, takes=takes)
+    add_settings(parser, "--config", required=True, help="the stage's settings")
+    return parser
+
+
+def command_parser(
+    description: str | None, *, needs: str = "", takes: str = ""
+) -> argparse.ArgumentParser:
+    """Return a parser with `--log`, and those of `OPTIONS` that this command has. needs, takes: the
+    names of required and of other ones, which a rule may name without a value."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -113,7 +121,6 @@ def stage_parser(
             how = {"action": kind, "nargs": several}
         option = f"--{name.replace('_', '-')}"
         parser.add_argument(option, required=required, help=text, **how)
-    add_settings(parser, "--config", required=config_required, help="the stage's settings")
     parser.add_argument("--log", type=Path, help="log file; default: standard error only")
     return parser
 

@@ -16,7 +16,7 @@ from workflow.lib.model.describe_model import describe_checkpoint
 from workflow.lib.planning.preflight.checks import CHECKS_HELP, check_models
 from workflow.lib.settings.forms import CONVERTED
 from workflow.lib.system.files import write_checked_json
-from workflow.scripts.command import add_settings, logger, run, stage_parser
+from workflow.scripts.command import add_settings, command_parser, logger, run
 
 
 def main(args: argparse.Namespace) -> None:
@@ -52,6 +52,6 @@ def _mixing(kind: DecoderLayer) -> str:
 
 
 if __name__ == "__main__":
-    parser = stage_parser(__doc__, needs="model output", config_required=False)
+    parser = command_parser(__doc__, needs="model output")
     add_settings(parser, "--checks", help=CHECKS_HELP)
     run(main, parser)

@@ -22,7 +22,7 @@ from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import write_text
 from workflow.lib.system.gpu_models import parse_gpus
 from workflow.lib.system.redaction import redacted
-from workflow.scripts.command import logger, run, stage_parser
+from workflow.scripts.command import command_parser, logger, run
 
 
 def main(args: argparse.Namespace) -> None:
@@ -80,7 +80,7 @@ def by_reason(draft: Draft, kind: Kind) -> dict[str, list[str]]:
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = stage_parser(__doc__, config_required=False)
+    parser = command_parser(__doc__)
     parser.add_argument("file", type=Path, help="YAML file of another trainer")
     parser.add_argument(
         "--from", dest="trainer", choices=get_args(TrainerName), help="whose it is (by its keys)"

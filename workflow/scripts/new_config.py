@@ -36,7 +36,7 @@ from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import read_checked_json, write_checked_json, write_text
 from workflow.lib.system.gpu_models import parse_gpus
 from workflow.lib.system.redaction import redacted
-from workflow.scripts.command import logger, run, stage_parser
+from workflow.scripts.command import command_parser, logger, run
 
 STAND_IN = Path(__file__).parents[1] / "resources" / "base"
 PLAIN_TEMPLATE = "workflow/resources/templates/plain.jinja"
@@ -181,7 +181,7 @@ def write_config(output: Path, document: dict[str, Any], account: list[str]) -> 
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = stage_parser(__doc__, config_required=False)
+    parser = command_parser(__doc__)
     parser.add_argument("--model", required=True, help="folder of the model, or hub id owner/name")
     parser.add_argument("--data", required=True, help="file, folder or glob of the training data")
     parser.add_argument("--gpus", help="number and kind of GPUs of a node, like 2x4090 or 8xH100")

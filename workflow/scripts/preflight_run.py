@@ -65,7 +65,7 @@ from workflow.lib.system.environment import importing
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.files import file_sha256, provenance, write_checked_json
 from workflow.lib.system.gpu_models import parse_gpus
-from workflow.scripts.command import logger, run, stage_parser
+from workflow.scripts.command import add_settings, command_parser, logger, run
 
 SEARCHES = ("longest", "largest")
 RUN_OPTIONS = ("model", "revision", "gpus", "host_gib", "seq_len", "rank", "batch", "rows", "set")
@@ -321,7 +321,8 @@ def command_of(args: argparse.Namespace, **answer: object) -> str:
 
 def parser() -> argparse.ArgumentParser:
     takes = "run description base sensitivities output"
-    arguments = stage_parser(__doc__, takes=takes, config_required=False)
+    arguments = command_parser(__doc__, takes=takes)
+    add_settings(arguments, "--config", help="the stage's settings; without, by hand")
     arguments.add_argument(
         "--model", help="description, folder, or (by hand) config.json or hub id"
     )

@@ -20,7 +20,7 @@ from workflow.lib.system.errors import setting_error
 from workflow.lib.system.files import write_checked_json
 from workflow.lib.system.gpu_leases import lease
 from workflow.lib.system.hardware import interchangeable, threads_of_job, visible_gpus
-from workflow.scripts.command import logger, run, stage_parser
+from workflow.scripts.command import command_parser, logger, run
 
 
 def main(args: argparse.Namespace) -> None:
@@ -46,7 +46,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    arguments = stage_parser(__doc__, config_required=False)
+    arguments = command_parser(__doc__)
     arguments.add_argument("--cpu", action="store_true", help="the CPU where there are GPUs")
     arguments.add_argument("--processes", type=int, default=2, help="of a run on CPUs")
     arguments.add_argument("--folder", type=Path, default=FOLDER, help="(%(default)s)")

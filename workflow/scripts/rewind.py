@@ -10,7 +10,7 @@ from pathlib import Path
 from workflow.lib.artifacts.layout import RESULTS
 from workflow.lib.system.locks import exclusive
 from workflow.lib.training.chosen_checkpoint import go_back, last_trained
-from workflow.scripts.command import run, stage_parser
+from workflow.scripts.command import command_parser, run
 
 
 def main(args: argparse.Namespace) -> None:
@@ -20,7 +20,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = stage_parser(__doc__, config_required=False)
+    parser = command_parser(__doc__)
     parser.add_argument("run", metavar="RUN", help="name of the run")
     parser.add_argument("step", metavar="STEP", type=int, help="step of the checkpoint")
     parser.add_argument("--results", type=Path, default=Path(RESULTS), help="(%(default)s)")

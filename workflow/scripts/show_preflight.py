@@ -6,7 +6,7 @@ from pathlib import Path
 from workflow.lib.artifacts.preflight_record import Preflight
 from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.planning.preflight.table import render
-from workflow.scripts.command import logger, run, stage_parser
+from workflow.scripts.command import command_parser, logger, run
 
 
 def main(args: argparse.Namespace) -> None:
@@ -15,7 +15,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = stage_parser(__doc__, config_required=False)
+    parser = command_parser(__doc__)
     parser.add_argument("--runs", nargs="+", required=True, help="their names")
     parser.add_argument(
         "--predictions", type=Path, nargs="+", required=True, help="their preflight.json"
