@@ -5,22 +5,11 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import (
-    Regex,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-    trainers,
-)
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.encoding import encode, exchange, trained
 from tests.support.tiny import ROLES, TEXTS
-from workflow.lib.data.encoding.safe_encoder import encoding, first_from
-from workflow.lib.system.errors import UserError
 
 HOSTILE = ["<|end|>", "<|assistant|>", "a<|pad|>b", "<|user|><|begin|>", "<|end|", "<<|end|>>"]
 
@@ -96,54 +85,3 @@ def test_answer_behind_a_prompt_that_ends_with_a_blank_is_what_a_model_would_add
     )
     text = "".join(tokenizer.convert_ids_to_tokens(encoded.ids[len(prompt) :].tolist()))
     assert text == "the▁dog</s>"
-
-
-def byte_level(*, trim):
-    """Parts of characters as tokens; with `trim`, offsets leave out the blanks that a token begins
-    with."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=trim)
-    tokenizer.post_processor = processors.ByteLevel(trim_offsets=trim)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(["the fox  the answer é"] * 9, trainer)
-    return tokenizer
-
-
-def metaspace():
-    """As SentencePiece does: text is normalized, which changes its length, and a blank put before
-    it."""
-    tokenizer = Tokenizer(models.BPE(unk_token="?"))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.NFKD(), normalizers.Lowercase()])
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    trainer = trainers.BpeTrainer(vocab_size=60, special_tokens=["?"], show_progress=False)
-    tokenizer.train_from_iterator(["the fox  the answer e"] * 9, trainer)
-    return tokenizer
-
-
-SPANNED = {
-    "bytes": byte_level(trim=False),
-    "trimmed": byte_level(trim=True),
-    "normalized": metaspace(),
-}
-
-
-@pytest.mark.parametrize("kind", SPANNED)
-@settings(max_examples=60, deadline=None)
-@given(
-    text=st.text(alphabet=st.sampled_from("the fox  éﬁİ\u0323\u0307五🦊\n\t"), max_size=30),
-    ends=st.tuples(st.integers(0, 31), st.integers(0, 31)),
-)
-def test_first_token_is_the_one_that_begins_at_the_character_or_behind_it(kind, text, ends):
-    encoding = SPANNED[kind].encode(text, add_special_tokens=False)
-    start, end = sorted(ends)
-    first = first_from(encoding, start)
-    assert first == sum(begin < start for begin, _ in encoding.offsets)
-    assert first_from(encoding, end, lo=first) == sum(begin < end for begin, _ in encoding.offsets)
-
-
-def test_panic_of_a_tokenizer_is_an_error_that_names_the_text():
-    tokenizer = Tokenizer(models.WordLevel({"x": 0}, unk_token="x"))
-    tokenizer.normalizer = normalizers.Replace(Regex("(x+x+)+y"), "")
-    with pytest.raises(UserError, match=r"tokenizer fails \(PanicException: .*begins with 'xxx"):
-        encoding(tokenizer, "x" * 60)

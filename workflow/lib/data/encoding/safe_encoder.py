@@ -7,7 +7,6 @@ special tokens, nearly all, takes the first tokenizer as it is."""
 
 import json
 import re
-from bisect import bisect_left
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,40 +14,14 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from workflow.lib.system.limits import WatchedWork
+from workflow.lib.data.encoding.text_encoding import Ids, TextEncoding, encoding
 
-EXCESS = (
-    "model.source: its tokenizer {excess} for one text, which begins with {item}. Take its "
-    "tokenizer.json from its source again, name another model, or remove that text."
-)
-# Bounds of one text: a tokenizer takes 2 µs and 150 bytes of memory for a character.
-MIN_SECONDS, SECONDS_PER_CHAR = 60.0, 2e-5
-MIN_BYTES, BYTES_PER_CHAR = 2**30, 256
 SHORT_TAIL = 64  # of a prompt's cached end; nearly all rows have the same
 MAX_TAILS = 1024
 PRIVATE_USE = 0xF0000  # first code point of plane 15, which has no assigned characters
-
-
-def encoding(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = False) -> Encoding:
-    """Return the encoding of a text. Raises `UserError` if the tokenizer fails: a defect of a
-    regular expression is a panic of Rust, which is no `Exception`."""
-    size = len(text)
-    work = WatchedWork(
-        EXCESS,
-        text,
-        seconds=MIN_SECONDS + SECONDS_PER_CHAR * size,
-        num_bytes=MIN_BYTES + BYTES_PER_CHAR * size,
-    )
-    try:
-        with work:
-            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:
-        raise work.error(f"fails ({type(error).__name__}: {error})") from None
 
 
 class SafeEncoder:
@@ -73,7 +46,7 @@ class SafeEncoder:
             token.content for token in added.values() if token.special and not token.rstrip
         ]
         self._anchor = next(iter([*standalone, *specials.values()]), "")
-        self._tails: dict[tuple[str, bool], list[int]] = {}
+        self._tails: dict[tuple[str, bool], Ids] = {}
 
     @cached_property
     def _guarded(self) -> Tokenizer:
@@ -127,7 +100,7 @@ class SafeEncoder:
         starts = [match.start() for match in self.special_pattern.finditer(text)]
         return starts[-1] if starts else None
 
-    def encode_rendered(self, text: str, *, guarded: bool) -> Encoding:
+    def encode_rendered(self, text: str, *, guarded: bool) -> TextEncoding:
         """Encode a rendered text. guarded: its messages went through `guard`."""
         if not guarded:
             return encoding(self._plain, text)
@@ -143,25 +116,23 @@ class SafeEncoder:
         shared = before.shared_specials(text, turn) if before is not None else []
         if before is not None and shared:
             start, _, first = shared.pop()
-            encoding = self.encode_rendered(text[start:], guarded=guarded)
-            if encoding.ids[:1] == [before.ids[first]]:
+            tail = self.encode_rendered(text[start:], guarded=guarded)
+            if tail.ids[0] == before.ids[first]:
                 head = before.ids[:first]
-                return TextTokens(text, encoding, self.special_ids, start, head, shared)
-        encoding = self.encode_rendered(text, guarded=guarded)
-        return TextTokens(text, encoding, self.special_ids)
+                return TextTokens(text, tail, self.special_ids, start, head, shared)
+        return TextTokens(text, self.encode_rendered(text, guarded=guarded), self.special_ids)
 
     def is_prompt(self, tokens: "TextTokens", end: int, *, guarded: bool) -> bool:
         """Tell whether the prompt, the text up to `end`, has the same tokens alone and in the whole
         text; compared after the last special token, as these stand alone."""
-        encoding, ids, end = tokens.encoding, tokens.tail, end - tokens.start
-        stop = first_from(encoding, end)
+        ids, end = tokens.encoding.ids, end - tokens.start
+        stop = tokens.encoding.first_from(end)
         first = next((i for i in range(stop - 1, -1, -1) if ids[i] in self.special_ids), 0)
-        span = encoding.token_to_chars(first)
-        start = span[0] if span and ids[first] in self.special_ids else 0
+        start = tokens.encoding.span(first)[0] if ids[first] in self.special_ids else 0
         text = tokens.text[tokens.start + start : tokens.start + end]
         return self._tail_ids(text, guarded=guarded) == ids[first:stop]
 
-    def _tail_ids(self, text: str, *, guarded: bool) -> list[int]:
+    def _tail_ids(self, text: str, *, guarded: bool) -> Ids:
         ids = self._tails.get((text, guarded))
         if ids is None:
             ids = self.encode_rendered(text, guarded=guarded).ids
@@ -169,18 +140,19 @@ class SafeEncoder:
                 self._tails[text, guarded] = ids
         return ids
 
-    def encode_answer(self, text: str, *, guarded: bool) -> list[int]:
+    def encode_answer(self, text: str, *, guarded: bool) -> Ids:
         """Encode rendered text after a prompt, without a blank; raises `ValueError` for one."""
         for anchor in (self._anchor, self._anchor + "\n"):
-            encoding = self.encode_rendered(anchor + text, guarded=guarded)
-            first = first_from(encoding, len(anchor))
-            before = encoding.token_to_chars(first - 1) if first else (0, 0)
-            begins = first < len(encoding) and encoding.tokens[first].startswith("\u2581")
-            if before and before[1] <= len(anchor) and (not begins or text.startswith(" ")):
-                return encoding.ids[first:]
+            ids, span = encoded = self.encode_rendered(anchor + text, guarded=guarded)
+            first = encoded.first_from(len(anchor))
+            before = span(first - 1)[1] if first else 0
+            token = self._plain.id_to_token(ids[first]) if first < len(ids) else None
+            begins = token is not None and token.startswith("\u2581")
+            if before <= len(anchor) and (not begins or text.startswith(" ")):
+                return ids[first:]
         raise ValueError("the tokenizer puts a blank before the answer")
 
-    def encode_plain(self, text: str) -> Encoding:
+    def encode_plain(self, text: str) -> TextEncoding:
         """Encode text of the data alone: no part of it becomes a special token."""
         return encoding(self._guarded, text)
 
@@ -195,50 +167,44 @@ class TextTokens:
     others. head_specials: special tokens of the head."""
 
     text: str
-    encoding: Encoding
+    encoding: TextEncoding
     special_ids: set[int]
     start: int = 0
     head: npt.NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, dtype=np.uint32))
     head_specials: list[Special] = field(default_factory=list)
 
     @cached_property
-    def tail(self) -> list[int]:
-        return self.encoding.ids  # computed anew at each access
-
-    @cached_property
     def ids(self) -> npt.NDArray[np.uint32]:
         """All token ids uint32, (tokens,): head and tail."""
-        tail = np.array(self.tail, dtype=np.uint32)
+        tail = np.array(self.encoding.ids, dtype=np.uint32)
         return np.concatenate([self.head, tail]) if len(self.head) else tail
 
     def turn_span(self, start: int, end: int) -> tuple[int, int]:
         """Return the tokens [first, stop) of a turn, the characters [start, end) behind a prompt
         (`SafeEncoder.is_prompt`). A role's token may have taken blanks behind it; it is the
         prompt's."""
-        first = first_from(self.encoding, start - self.start)
-        stop = first_from(self.encoding, end - self.start, lo=first)
+        first = self.encoding.first_from(start - self.start)
+        stop = self.encoding.first_from(end - self.start, lo=first)
         return len(self.head) + first, len(self.head) + stop
 
     def strips_blanks(self, start: int, span: tuple[int, int]) -> bool:
         """Tell whether special tokens took blanks of the turn that begins at `start` and has the
         tokens `span`: the one before it, or the one at its end."""
         first, last = span[0] - len(self.head), span[1] - len(self.head) - 1
-        before, end = (self.encoding.token_to_chars(token) for token in (max(0, first - 1), last))
-        assert before is not None, "every token has a place"
-        assert end is not None, "every token has a place"
-        is_special = first > 0 and self.tail[first - 1] in self.special_ids
-        takes_end = self.text[self.start + end[0]].isspace()
-        return (is_special and before[1] > start - self.start) or (
-            self.tail[last] in self.special_ids and takes_end
+        ids, place = self.encoding
+        is_special = first > 0 and ids[first - 1] in self.special_ids
+        takes_end = self.text[self.start + place(last)[0]].isspace()
+        return (is_special and place(first - 1)[1] > start - self.start) or (
+            ids[last] in self.special_ids and takes_end
         )
 
     def shared_specials(self, text: str, end: int) -> list[Special]:
         """Return the special tokens before `end` in the common beginning with another text."""
         shared = shared_length(self.text, text)
         specials = list(self.head_specials)
-        for number, token in enumerate(self.tail):
-            if token in self.special_ids and (span := self.encoding.token_to_chars(number)):
-                a, b = span
+        for number, token in enumerate(self.encoding.ids):
+            if token in self.special_ids:
+                a, b = self.encoding.span(number)
                 specials.append((self.start + a, self.start + b, len(self.head) + number))
         return [special for special in specials if special[0] < end and special[1] <= shared]
 
@@ -253,18 +219,6 @@ def shared_length(text: str, other: str) -> int:
         else:
             high = middle - 1
     return low
-
-
-def first_from(encoding: Encoding, start: int, *, lo: int = 0) -> int:
-    """Return the first token from `lo` on that begins at the character `start` or behind it, by
-    bisection: a list of all offsets takes ten times as long."""
-
-    def begin(token: int) -> int:
-        span = encoding.token_to_chars(token)
-        assert span is not None, "every place is that of a token"
-        return span[0]
-
-    return bisect_left(range(len(encoding)), start, lo=lo, key=begin)
 
 
 def _any_of(strings: list[str]) -> re.Pattern[str]:

@@ -5,6 +5,7 @@ rendered text. If inference gives a turn another prompt than the conversation, t
 example of its own: its prompt and itself as in inference. Masks mark prediction targets, so the
 first token of a document is never one."""
 
+from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -21,7 +22,8 @@ from workflow.lib.data.encoding.probe_conversations import OFFERING_PROBE, PROBE
 from workflow.lib.data.encoding.rendered_texts import Turn, TurnText
 from workflow.lib.data.encoding.row_formats import Sample, Weighted
 from workflow.lib.data.encoding.row_values import RowError
-from workflow.lib.data.encoding.safe_encoder import SafeEncoder, TextTokens, encoding
+from workflow.lib.data.encoding.safe_encoder import SafeEncoder, TextTokens
+from workflow.lib.data.encoding.text_encoding import Ids, encoding
 from workflow.lib.data.encoding.token_rows import TokenRow
 from workflow.lib.data.encoding.trained_turns import LossOn, Rendered, TurnRenderer
 from workflow.lib.settings.data import TextKind
@@ -80,8 +82,9 @@ class SampleEncoder:
         self._reads_tokens = special_tokens == "tokens"
         bos, self._eos = tokenizer.bos_token_id, tokenizer.eos_token_id
         with_bos = encoding(tokenizer.backend_tokenizer, "x", add_special_tokens=True).ids[:1]
-        adds_bos = bos is not None and with_bos == [bos]
-        self._bos = [bos] if adds_bos else list[int]()  # the tokenizer itself puts it before a text
+        adds_bos = bos is not None and list(with_bos) == [bos]
+        # the tokenizer itself puts it before a text
+        self._bos = array("I", [bos] if adds_bos else [])
         self._unk: str | None = tokenizer.special_tokens_map.get("unk_token")
         used_ids = {bos, self._eos, tokenizer.pad_token_id}  # GPT-2's unk_token is its eos_token
         self._unk_id = None if tokenizer.unk_token_id in used_ids else tokenizer.unk_token_id
@@ -153,7 +156,7 @@ class SampleEncoder:
     def encoded_probes(self) -> list[dict[str, Any]]:
         """Return a text, and the `PROBES` that the template takes, with ids as trained (the JSON of
         `manifest_record.Probe`)."""
-        text = {"text": PROBE_TEXT, "ids": self._encoder.encode_plain(PROBE_TEXT).ids}
+        text = {"text": PROBE_TEXT, "ids": self._encoder.encode_plain(PROBE_TEXT).ids.tolist()}
         chats = [
             {"messages": probe.messages, "tools": probe.tools, "ids": ids}
             for probe, ids, _ in self._answered_probes()
@@ -187,7 +190,7 @@ class SampleEncoder:
         examples = self._examples(texts, guarded=False, weights=None)
         ends = [int(i) for e in examples for i in e.ids[e.mask & ~np.append(e.mask[1:], False)]]
         text = renderer.whole(probe)
-        return self._encoder.encode_rendered(text, guarded=False).ids, ends
+        return self._encoder.encode_rendered(text, guarded=False).ids.tolist(), ends
 
     @cached_property
     def _template_tokens(self) -> frozenset[str]:
@@ -204,21 +207,21 @@ class SampleEncoder:
             ids = self._encoder.encode_rendered(text, guarded=False).ids
         else:
             ids = self._encoder.encode_plain(text).ids
-        before = self._bos if ids[:1] != self._bos else []
-        after = [self._eos] if ids[-1:] != [self._eos] else []
-        ids = [*before, *ids, *after]
+        eos = array("I", [self._eos])
+        before = self._bos if ids[:1] != self._bos else array("I")
+        after = eos if ids[-1:] != eos else array("I")
+        ids = before + ids + after
         encoded = _encoded(ids, [(0, len(ids))], held_special_text=bool(spelled))
         composed = self._composed(text, guarded=False)
         if composed is None:
             return [encoded]
-        return [replace(encoded, composed=np.array([*before, *composed, *after], dtype=np.uint32))]
+        return [replace(encoded, composed=np.array(before + composed + after))]
 
-    def _composed(self, text: str, *, guarded: bool) -> npt.NDArray[np.uint32] | None:
+    def _composed(self, text: str, *, guarded: bool) -> "Ids | None":
         """Return the ids of a text in NFC; None if it is in this form."""
         if text.isascii() or is_normalized("NFC", text):
             return None
-        ids = self._encoder.encode_rendered(normalize("NFC", text), guarded=guarded).ids
-        return np.array(ids, dtype=np.uint32)
+        return self._encoder.encode_rendered(normalize("NFC", text), guarded=guarded).ids
 
     def _encode_tokens(self, row: TokenRow) -> list[Encoded]:
         """Take the ids unchanged, without further tokens before or after."""
@@ -300,8 +303,10 @@ class SampleEncoder:
         if spans or not text.turns:
             encoded = _encoded(tokens.ids, spans, span_weights)
             composed = self._composed(text.text, guarded=guarded)
-            if notes or composed is not None:
-                encoded = replace(encoded, notes=frozenset(notes), composed=composed)
+            if composed is not None:
+                encoded = replace(encoded, composed=np.array(composed))
+            if notes:
+                encoded = replace(encoded, notes=frozenset(notes))
             examples.append(encoded)
         return examples
 
