@@ -36,7 +36,6 @@ from workflow.lib.planning.preflight.checks import read_machine, read_tokens
 from workflow.lib.planning.preflight.planned_run import PlannedRun
 from workflow.lib.planning.preflight.planning_inputs import attention_needs, training_attention
 from workflow.lib.planning.preflight.questions import (
-    LENGTH_STEP,
     largest,
     longest,
     num_weights,
@@ -257,18 +256,18 @@ def context_by(scaling: RopeScaling, config: Mapping[str, Any]) -> int:
 
 def print_longest(args: argparse.Namespace, planned: PlannedRun) -> None:
     """Print the longest row, its speed, and its prediction."""
-    forecast = longest(planned)
+    answer = longest(planned)
+    forecast = answer.forecast
     if forecast is None:
         raise UserError(
-            f"--longest: not even a short row fits {args.gpus}. Name more or larger GPUs, or a "
-            "smaller model."
+            f"--longest: not even a short row fits: {answer.shortage}. Name a machine with more of "
+            "it, or a smaller model."
         )
     logger.info("%s", render(forecast, run=args.run, host_origin=planned.machine.imagined_host))
     seq_len, speed = forecast.plan.seq_len, forecast.time.tokens_per_s_per_process
     at = "" if speed is None else f", {speed:,.0f} tokens/s per GPU"
-    more = planned.shape.max_position_embeddings - seq_len >= LENGTH_STEP
     beyond = "the model reads no longer one (model.rope_scaling scales its positions)"
-    bound = "memory allows no longer one" if more else beyond
+    bound = beyond if answer.shortage is None else f"of a longer one {answer.shortage}"
     logger.info("the longest row: data.seq_len = %d%s; %s", seq_len, at, bound)
     logger.info("%s", command_of(args, seq_len=seq_len))
 

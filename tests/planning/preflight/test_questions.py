@@ -1,5 +1,7 @@
 """The longest row and the largest model, on memory that is made up."""
 
+import math
+import re
 from dataclasses import replace
 from typing import get_args
 
@@ -38,7 +40,7 @@ def fits(one, seq_len):
 def test_longest_row_fits_and_one_that_is_2_percent_longer_does_not(share):
     """Also where recordings take more, or less, than the lines between them say."""
     one = asked(share=share)
-    found = longest(one)
+    found = longest(one).forecast
     assert fits(one, found.plan.seq_len)
     assert not fits(one, int(found.plan.seq_len * 1.02) + 64)
 
@@ -46,23 +48,65 @@ def test_longest_row_fits_and_one_that_is_2_percent_longer_does_not(share):
 @pytest.mark.parametrize(("context", "seq_len"), [(4100, 4096), (40, 40)])
 def test_longest_row_is_the_context_of_the_model_where_memory_allows_it(context, seq_len):
     """In steps of 64 tokens, where it has as many."""
-    found = longest(asked(replace(few_layers, max_position_embeddings=context)))
+    found = longest(asked(replace(few_layers, max_position_embeddings=context))).forecast
     assert found.plan.seq_len == seq_len
 
 
-def test_no_row_is_the_longest_where_the_model_does_not_fit():
-    assert longest(asked(gpu_bytes=1 * GIB)) is None
+@pytest.mark.parametrize("estimate", [True, False], ids=["estimate", "recorded"])
+@pytest.mark.parametrize(
+    ("lacking", "words"),
+    [
+        ({"gpu_bytes": 1 * GIB}, r"of 1\.00 GiB of each GPU"),
+        ({"host_bytes": 2 * GIB}, r"GiB of host memory together, 2\.00 GiB may be used"),
+        ({"disk_free_bytes": 2**20}, r"of disk, 1\.0+ MiB are free"),
+    ],
+    ids=["GPU", "host", "disk"],
+)
+def test_row_that_does_not_fit_names_what_it_lacks(lacking, words, estimate):
+    disk = {key: lacking[key] for key in lacking if key == "disk_free_bytes"}
+    on = {key: lacking[key] for key in lacking if key not in disk}
+    answer = longest(replace(asked(**on), estimate=estimate, **disk))
+    assert answer.forecast is None
+    assert re.search(words, answer.shortage)
+
+
+@pytest.mark.parametrize("estimate", [True, False], ids=["estimate", "recorded"])
+@pytest.mark.parametrize(
+    ("host_gib", "words"), [(5.5, "of host memory together"), (64, "of each GPU")]
+)
+def test_longest_row_names_what_bounds_it(host_gib, words, estimate):
+    one = replace(asked(host_bytes=int(host_gib * GIB)), estimate=estimate)
+    assert words in longest(one).shortage
+    short = replace(few_layers, max_position_embeddings=4096)
+    assert longest(replace(one, shape=short)).shortage is None
+
+
+class Concave(MadeUpMemory):
+    """Host memory as the root of the length: lines between two lengths say too little."""
+
+    def peaks(self, plans):
+        roots = [int(8 * GIB * math.sqrt(plan.seq_len / 2**17)) for plan in plans]
+        pairs = zip(super().peaks(plans), roots, strict=True)
+        return [replace(peaks, host_bytes=size) for peaks, size in pairs]
+
+
+def test_estimate_is_shorter_where_recordings_of_the_length_refuse_what_lines_allow():
+    one = asked(gpu_bytes=80 * GIB, host_bytes=16 * GIB)
+    one = replace(one, estimate=True, record=Concave(few_layers))
+    answer = longest(one)
+    assert fits(one, answer.forecast.plan.seq_len)
+    assert "of host memory together" in answer.shortage
 
 
 def test_longest_row_is_found_by_lines_alone_where_an_estimate_is_asked_for():
     one = replace(asked(), estimate=True)
-    found = longest(one)
+    found = longest(one).forecast
     assert found.method == "lines"
     assert one.record.asked == []
 
 
 def test_less_host_memory_makes_the_longest_row_shorter():
-    rows = [longest(asked(host_bytes=gib * GIB)) for gib in (6, 64)]
+    rows = [longest(asked(host_bytes=gib * GIB)).forecast for gib in (6, 64)]
     assert rows[0].plan.seq_len < rows[1].plan.seq_len
 
 
@@ -93,5 +137,5 @@ def test_none_is_the_largest_where_none_fits():
 @pytest.mark.parametrize("objective", get_args(ObjectiveName))
 def test_questions_are_answered_for_every_objective(objective):
     run = run_config(train={"objective": objective, "global_batch_size": 2})
-    found = longest(replace(asked(run=run), estimate=True))
+    found = longest(replace(asked(run=run), estimate=True)).forecast
     assert found.plan.objective == objective

@@ -55,38 +55,51 @@ class _LengthLines:
         return self.record.tape(plan)
 
 
-def longest(planned: PlannedRun) -> Forecast | None:
-    """Return the prediction of the longest row that trains, within 1% or 64 tokens; None if the
-    shortest does not. Lines guide the search, recordings of the chosen plans decide; with
-    `estimate` the lines do."""
+@dataclass(frozen=True)
+class Longest:
+    """The forecast of the longest row that trains, None without one; shortage: what a longer one
+    lacks, None at the end of the model's context."""
+
+    forecast: Forecast | None
+    shortage: str | None
+
+
+def longest(planned: PlannedRun) -> Longest:
+    """Return the longest row that trains, within 1% or 64 tokens. Lines guide the search,
+    recordings of the chosen plans decide; with `estimate` the lines of each length do."""
     most = planned.shape.max_position_embeddings
     lengths = range(LENGTH_STEP, most + 1, LENGTH_STEP) or range(most, most + 1)
     lines = _LengthLines(planned.record, lengths[len(lengths) // 8], lengths[-1])
-    recorded = replace(planned.with_fewest_rows(), record=lines)
+    exact = planned.with_fewest_rows()
+    recorded = replace(exact, record=lines)
     by_lines = replace(recorded, estimate=True)
+    shortages = dict[int, str]()
     longest_forecast: Forecast | None = None
 
     def at(index: int, run: PlannedRun) -> Forecast | None:
         decision, forecast = predicted(run.with_rows_of(lengths[index]))
-        return forecast if decision.fits else None
+        if decision.fits:
+            return forecast
+        shortages[index] = decision.reason
+        return None
 
     index = bisect_left(range(len(lengths)), True, key=lambda x: at(x, by_lines) is None) - 1
-    if planned.estimate:
-        return at(index, planned.with_fewest_rows()) if index >= 0 else None
-    fits, fails = -1, len(lengths)  # the last length that fits, and the first not to
+    # the last length that fits, and the first not to; an estimate tries none that lines refuse
+    fits, fails = -1, index + 1 if planned.estimate and index >= 0 else len(lengths)
     index, stride = max(index, 0), max(1, index // 100)
     while fails - fits > max(1, fits // 100):
-        if (held := at(index, recorded)) is not None:
+        if (held := at(index, exact if planned.estimate else recorded)) is not None:
             fits, longest_forecast = index, held
         else:
             fails = index
         below, above = max(0, fails - stride), min(len(lengths) - 1, fits + stride)
         index = below if fits < 0 else above if fails == len(lengths) else (fits + fails) // 2
         stride *= 2
-    if longest_forecast is None:
-        return None
-    # Time is not linear in the length.
-    return at(fits, planned.with_fewest_rows()) or longest_forecast
+    if longest_forecast is not None and not planned.estimate:
+        # Time is not linear in the length.
+        longest_forecast = at(fits, exact) or longest_forecast
+    longer = min((index for index in shortages if index > fits), default=None)
+    return Longest(longest_forecast, None if longer is None else shortages[longer])
 
 
 @dataclass(frozen=True)
