@@ -90,12 +90,8 @@ def test_tiled_feed_forwards_differ_by_rounding(base, batch, kind, recomputed):
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("recomputed", [True, False], ids=["recomputed", "kept"])
 def test_tiled_feed_forwards_with_dora_differ_by_rounding(base, batch, dropout, recomputed):
-    """From whole rows in fp32: the norms of rows are not computed in fp64."""
     options = {"target_modules": SEVEN, "use_dora": True, "dropout": dropout}
-    training = built(base, recomputed=recomputed, **options)
-    whole = results(training, batch)
-    training.tile_(TILE)
-    assert_rounded(results(training, batch), whole)
+    assert_tiles_round(partial(built, base, recomputed=recomputed, **options), batch)
 
 
 @pytest.mark.parametrize("recomputed", [True, False], ids=["recomputed", "kept"])
@@ -109,12 +105,15 @@ def test_tiled_experts_differ_by_rounding(tmp_path, batch, family, recomputed):
 
 
 def test_tiles_multiply_in_float8_by_tokens(base, batch):
-    """Each token has its own scale, so a tile rounds nothing anew: the difference is that of sums
-    in another order, which float8 enlarges to at most a step of its own, 1/16."""
-    training = built(base, recomputed=True, float8=True, target_modules=SEVEN)
-    whole = results(training, batch)
+    """Each token has its own scale, so a tile rounds nothing anew. Sums in another order move some
+    values to the next float8: by less than all that float8 loses to fp64."""
+    make = partial(built, base, recomputed=True, target_modules=SEVEN)
+    training = make(float8=True)
+    whole, exact = results(training, batch), results(make(dtype=torch.float64), batch)
     training.tile_(TILE)
-    assert_rounded(results(training, batch), whole, share=1 / 16)
+    assert_rounded(
+        results(training, batch), whole, share=max(lost(whole[n], t) for n, t in exact.items())
+    )
 
 
 def test_norm_of_a_tile_has_the_bits_of_the_row(base):

@@ -24,11 +24,12 @@ class Magnitude(nn.Module):
 
 @torch.no_grad()
 def direction_norms(layer: Any, *, dtype: torch.dtype) -> torch.Tensor:
-    """Return the row norms (out,) fp32 of W + s B A; W is dequantized to `dtype`."""
+    """Return the row norms (out,), at least fp32, of W + s B A; W is dequantized to `dtype`."""
     weight, scale = layer.get_base_layer().dequantize(dtype), layer.fused_scale()
     a_weight, b_weight = layer.fused_weights()
-    crossed = (weight @ a_weight.to(dtype).t()).float()
-    squares = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square()
+    precise = torch.promote_types(dtype, torch.float32)
+    crossed = (weight @ a_weight.to(dtype).t()).to(precise)
+    squares = torch.linalg.vector_norm(weight, dim=1, dtype=precise).square()
     squares += 2 * scale * (b_weight * crossed).sum(dim=1)
     squares += scale**2 * ((b_weight @ (a_weight @ a_weight.t())) * b_weight).sum(dim=1)
     norms: torch.Tensor = squares.clamp_min(0.0).sqrt()
