@@ -106,14 +106,13 @@ def test_tiled_experts_differ_by_rounding(tmp_path, batch, family, recomputed):
 
 def test_tiles_multiply_in_float8_by_tokens(base, batch):
     """Each token has its own scale, so a tile rounds nothing anew. Sums in another order move some
-    values to the next float8: by less than all that float8 loses to fp64."""
+    values to the next float8: of each tensor less than float8 loses there to fp64."""
     make = partial(built, base, recomputed=True, target_modules=SEVEN)
     training = make(float8=True)
     whole, exact = results(training, batch), results(make(dtype=torch.float64), batch)
     training.tile_(TILE)
-    assert_rounded(
-        results(training, batch), whole, share=max(lost(whole[n], t) for n, t in exact.items())
-    )
+    for name, tensor in results(training, batch).items():
+        assert lost(tensor, whole[name]) < lost(whole[name], exact[name]), name
 
 
 def test_norm_of_a_tile_has_the_bits_of_the_row(base):
