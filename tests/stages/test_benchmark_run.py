@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import yaml
 
-from tests.support.forked_stage import command_line
 from tests.support.models import tiny_llama
 from tests.support.preloaded_python import preloaded_python
 from workflow.benchmark.cases import load_benchmark, requests
@@ -33,6 +33,23 @@ def wanted(**changes):
     return requests(load_benchmark({"benchmark": changes}), num_gpus=0)
 
 
+def settings_file(folder, **benchmark):
+    path = folder / "benchmark.yaml"
+    path.write_text(yaml.safe_dump({"benchmark": benchmark}))
+    return str(path)
+
+
+def test_later_settings_file_overrides_an_earlier_one(tmp_path):
+    (tmp_path / "later").mkdir()
+    files = [
+        settings_file(tmp_path, steps=7, rank=3),
+        settings_file(tmp_path / "later", rank=5),
+    ]
+    args = benchmark_run.parser().parse_args(["--output", "-", "--configfile", *files])
+    sizes = benchmark_run.wanted_requests(args, num_gpus=0)[0].sizes
+    assert (sizes.steps, sizes.rank) == (7, 5)
+
+
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     """The lines of two cases, one of which cannot run, by name."""
@@ -43,7 +60,7 @@ def measured(tmp_path_factory):
     }  # fmt: skip
     command = [
         *(preloaded_python(), "-m", "workflow.scripts.benchmark_run"),
-        *command_line({"config": {"benchmark": sizes}, "together": 2}),
+        *("--configfile", settings_file(folder, **sizes), "--together", "2"),
         *("--bases", str(folder / "bases"), "--output", str(folder / "lines.jsonl")),
     ]
     subprocess.run(command, check=True)
@@ -84,7 +101,7 @@ def test_unknown_shape_is_one_message_with_the_nearest_models():
 def test_finished_case_is_not_measured_again(tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark_run, "launch", lambda args, ready: UserError(" ".join(ready)))
     output = tmp_path / "lines.jsonl"
-    words = command_line({"output": output, "config": {"benchmark": {"device": "cpu"}}})
+    words = ["--configfile", settings_file(tmp_path, device="cpu"), "--output", str(output)]
     words += ["--cases", "flash", "sdpa"]
     benchmark_run.main(benchmark_run.parser().parse_args(words))
     first, second = read_lines(output)
