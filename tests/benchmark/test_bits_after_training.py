@@ -10,7 +10,13 @@ from tests.support.forked_stage import forked_stage
 from tests.support.models import quantized, tiny_llama
 from tests.support.tiny import tiny_tokenizer
 from tests.support.tokenizing import Stage
-from workflow.benchmark.bits_after_training import BitsBenchmark, Recipe, Variant, finished
+from workflow.benchmark.bits_after_training import (
+    BitsBenchmark,
+    Recipe,
+    Variant,
+    finished,
+    table,
+)
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.export.stock_models import load_base
@@ -18,7 +24,7 @@ from workflow.lib.model.adaptable_linears import adaptable_linears
 from workflow.lib.system.files import provenance, write_checked_json
 
 CPU = torch.device("cpu")
-STILL = Recipe(steps=0, rows=2, learning_rate=1e-2, documents=4)
+STILL = Recipe(steps=0, rows=2, learning_rate=1e-2, heldout_tokens=64)
 
 
 @pytest.fixture(scope="module")
@@ -95,4 +101,31 @@ def test_training_lowers_the_loss_and_finished_lines_stay(folder, costs):
     assert finished(options["output"]) == {("16 bits", 0), ("NF4", 0)}
     again = forked_stage("benchmark_bits", *flags, **options)
     assert len(options["output"].read_text().splitlines()) == 2
-    assert again.stdout.count("\n| ") == 2, "a line of the table for each"
+    lines = [line.split(",") for line in again.stdout.splitlines()]
+    assert [line[0] for line in lines[1:]] == ["16 bits", "NF4"] * 2, "before, and after"
+
+
+def lines_of(losses, *, seeds):
+    """Lines of two bases; losses: of NF4 above 16 bits, by document."""
+    numbers = {"16 bits": [0.0] * len(losses), "NF4": losses}
+    return [
+        {
+            "variant": variant,
+            "seed": seed,
+            "share_in_16_bits": 0.0,
+            "tokens": {"text": [2] * len(losses)},
+            "before": {"text": values},
+            "after": {"text": values},
+        }
+        for variant, values in numbers.items()
+        for seed in range(seeds)
+    ]
+
+
+def test_documents_make_an_interval_and_seeds_do_not_narrow_it():
+    losses = [2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0, 16.0]
+    one, three = (table(lines_of(losses, seeds=seeds))[-1] for seeds in (1, 3))
+    assert one[7] == "4.5000"
+    assert float(one[8]) < 4.5 < float(one[9])
+    assert (one[4], three[4]) == (1, 3)
+    assert one[5:] == three[5:]

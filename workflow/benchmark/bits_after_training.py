@@ -9,9 +9,10 @@ It measures bits, not the engine."""
 import json
 import logging
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from workflow.lib.checkpoints.checkpoint import Checkpoint
-from workflow.lib.data.tokens.token_store import Document, TokenStore
+from workflow.lib.data.tokens.token_store import Array, TokenStore
 from workflow.lib.evaluation.intervals import signed_ratio
 from workflow.lib.export.stock_models import load_base
 from workflow.lib.quantization.calibration import put_absmax_
@@ -30,6 +31,7 @@ from workflow.lib.settings.config import QuantizeConfig
 
 logger = logging.getLogger("workflow")
 CPU = torch.device("cpu")
+Losses = dict[str, list[tuple[float, int]]]  # by source: nats and predicted tokens of documents
 
 
 @dataclass(frozen=True)
@@ -63,67 +65,67 @@ class Recipe:
     rows: int  # of a step
     learning_rate: float
     rank: int = 16
-    documents: int = 24  # most held-out ones of a source
+    heldout_tokens: int = 2500  # of a source, the first documents that hold so many
 
 
 class BitsBenchmark:
-    """The model, its tokens, and the order in which linears are kept."""
+    """The model, its tokens, and the order in which linears are kept. It holds three sets of
+    weights in float32: of the original, rounded by absmax, and calibrated."""
 
     def __init__(
         self, model: Path, calibrated: Path | None, store: TokenStore, costs: Mapping[str, float]
     ) -> None:
         """calibrated: a calibrated base of the model; costs: nats a token by linear."""
-        self._folder, self._calibrated, self._store, self._costs = model, calibrated, store, costs
+        self._store, self._costs = store, costs
+        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        self._model.requires_grad_(False)
+        self._weights = {"none": _copied(self._linears)}
+        for path, linear in self._linears.items():
+            put_absmax_(linear, QuantizeConfig(), path=path, paths=self._linears)
+        self._weights["absmax"] = _copied(self._linears)
+        if calibrated is not None:
+            self._weights["calibrated"] = _decoded(calibrated, self._linears)
+        self._before: dict[tuple[str, frozenset[str]], Losses] = {}
+
+    @property
+    def _linears(self) -> dict[str, Any]:
+        return {path: self._model.get_submodule(path) for path in self._costs}
 
     def can(self, variant: Variant) -> bool:
         """Whether the files of a variant are there."""
-        return variant.method == "absmax" or self._calibrated is not None
+        return variant.method in self._weights
 
     def measure(self, variant: Variant, seed: int, recipe: Recipe) -> dict[str, Any]:
         """Return the held-out losses (summed nats by document and source) of a variant before and
         after its training."""
-        model, share = self._base(variant, seed)
-        before = after = self._losses(model, recipe)
-        config = LoraConfig(r=recipe.rank, lora_alpha=2 * recipe.rank, target_modules="all-linear")
+        sizes = {path: x.numel() for path, x in self._weights["none"].items()}
+        kept = self._kept(variant, sizes, seed)
+        for path, linear in self._linears.items():
+            linear.weight.copy_(self._weights["none" if path in kept else variant.method][path])
+        base = (variant.method, kept)
+        if base not in self._before:  # another seed's may be the same
+            self._before[base] = self._losses(self._model, recipe)
+        before = after = self._before[base]
         if recipe.steps:
             torch.manual_seed(seed)
-            tuned = get_peft_model(model, config)
+            scale = {"r": recipe.rank, "lora_alpha": 2 * recipe.rank}
+            tuned: Any = get_peft_model(
+                self._model, LoraConfig(**scale, target_modules="all-linear")
+            )
             self._train(tuned, seed, recipe)
             after = self._losses(tuned, recipe)
+            self._model = tuned.unload()
         return {
             "variant": variant.name,
             "seed": seed,
-            "share_in_16_bits": share,
+            "share_in_16_bits": sum(sizes[path] for path in kept) / sum(sizes.values()),
             "recipe": vars(recipe),
             "tokens": {name: [n for _, n in documents] for name, documents in before.items()},
             "before": {name: [x for x, _ in documents] for name, documents in before.items()},
             "after": {name: [x for x, _ in documents] for name, documents in after.items()},
         }
 
-    def _base(self, variant: Variant, seed: int) -> tuple[nn.Module, float]:
-        """Return a variant's model, and the share of its linears' weights in 16 bits."""
-        model = AutoModelForCausalLM.from_pretrained(self._folder, dtype=torch.float32).eval()
-        model.requires_grad_(False)
-        linears = {path: model.get_submodule(path) for path in self._costs}
-        kept = self._kept(variant, {path: x.weight.numel() for path, x in linears.items()}, seed)
-        rounded = {path: x for path, x in linears.items() if path not in kept}
-        if variant.method == "calibrated":
-            assert self._calibrated is not None, "its files were looked for"
-            base = load_base(
-                Checkpoint(self._calibrated),
-                device=CPU,
-                compute_dtype=torch.float32,
-                attention="sdpa",
-            )
-            for path, linear in rounded.items():
-                linear.weight.copy_(_decoded(base.get_submodule(path)))
-        else:
-            for path, linear in rounded.items():
-                put_absmax_(linear, QuantizeConfig(), path=path, paths=rounded)
-        sizes = {path: x.weight.numel() for path, x in linears.items()}
-        return model, sum(sizes[path] for path in kept) / sum(sizes.values())
-
-    def _kept(self, variant: Variant, sizes: Mapping[str, int], seed: int) -> set[str]:
+    def _kept(self, variant: Variant, sizes: Mapping[str, int], seed: int) -> frozenset[str]:
         order = sorted(sizes, key=lambda path: -self._costs[path] / sizes[path])
         if variant.order == "random":
             random.Random(seed).shuffle(order)
@@ -133,7 +135,7 @@ class BitsBenchmark:
                 break
             used += sizes[path]
             kept.add(path)
-        return kept
+        return frozenset(kept)
 
     def _train(self, model: nn.Module, seed: int, recipe: Recipe) -> None:
         trained = [x for x in model.parameters() if x.requires_grad]
@@ -141,49 +143,56 @@ class BitsBenchmark:
         order = np.random.default_rng(seed).permutation(self._store.num_rows)
         for step in range(recipe.steps):
             rows = sorted(order[step * recipe.rows : (step + 1) * recipe.rows].tolist())
-            ids = torch.from_numpy(self._store.input_ids[rows].astype(np.int64))
-            positions = torch.from_numpy(self._store.position_ids[rows].astype(np.int64))
-            logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
-            loss = _summed_loss(logits, ids, torch.from_numpy(self._store.loss_mask[rows]))
-            (loss / int(self._store.loss_mask[rows][:, 1:].sum())).backward()
+            trained_tokens = int(self._store.loss_mask[rows][:, 1:].sum())
+            for row in rows:
+                arrays = (self._store.input_ids, self._store.loss_mask, self._store.position_ids)
+                loss = _summed_loss(model, *(array[row] for array in arrays))
+                (loss / trained_tokens).backward()
             optimizer.step()
             optimizer.zero_grad()
 
     @torch.no_grad()
-    def _losses(self, model: nn.Module, recipe: Recipe) -> dict[str, list[tuple[float, int]]]:
+    def _losses(self, model: nn.Module, recipe: Recipe) -> Losses:
         """Return summed loss and predicted tokens of held-out documents by source."""
-        losses: dict[str, list[tuple[float, int]]] = {}
+        losses: Losses = {}
+        read = dict.fromkeys(self._store.heldout_sources(), 0)
         documents = self._store.heldout_documents()
-        pairs = zip(documents, self._store.heldout_sources(), strict=True)
-        for (tokens, mask), source in pairs:
-            if len(losses.setdefault(source, [])) < recipe.documents:
-                losses[source].append(_document_loss(model, (tokens, mask)))
+        for (ids, mask), source in zip(documents, self._store.heldout_sources(), strict=True):
+            if read[source] < recipe.heldout_tokens:
+                read[source] += len(ids)
+                one = float(_summed_loss(model, ids, mask)), int(mask[1:].sum())
+                losses.setdefault(source, []).append(one)
         return losses
 
 
-def _decoded(linear: Any) -> torch.Tensor:
-    """Return the weight of a linear of a loaded base, fp32."""
-    state = getattr(linear.weight, "quant_state", None)
+def _copied(linears: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return {path: linear.weight.clone() for path, linear in linears.items()}
+
+
+def _decoded(base: Path, paths: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Return the weights of a base's linears, fp32."""
+    model = load_base(Checkpoint(base), device=CPU, compute_dtype=torch.float32, attention="sdpa")
+    weights = {path: model.get_submodule(path).weight for path in paths}
+    return {path: _values(weight) for path, weight in weights.items()}
+
+
+def _values(weight: Any) -> torch.Tensor:
+    state = getattr(weight, "quant_state", None)
     if state is None:
-        weight: torch.Tensor = linear.weight
-        return weight.float()
-    flat = dequantize_4bit(linear.weight.data, state)
-    return flat.reshape(state.shape).float()
+        return weight.detach().float()  # type: ignore[no-any-return]
+    return dequantize_4bit(weight.data, state).reshape(state.shape).float()
 
 
-def _summed_loss(logits: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return the summed -log p (nats) of the tokens that `mask` (rows, tokens) predicts."""
-    predicted = mask[:, 1:]
-    return nn.functional.cross_entropy(
-        logits[:, :-1][predicted].float(), ids[:, 1:][predicted], reduction="sum"
-    )
-
-
-def _document_loss(model: nn.Module, document: Document) -> tuple[float, int]:
-    ids, mask = (torch.from_numpy(np.array(x)) for x in document)
-    ids = ids.long()[None]
-    loss = _summed_loss(model(input_ids=ids, use_cache=False).logits, ids, mask[None])
-    return float(loss), int(mask[1:].sum())
+def _summed_loss(
+    model: nn.Module, ids: Array, mask: Array, positions: Array | None = None
+) -> torch.Tensor:
+    """Return the summed -log p (nats) of the tokens of a row that `mask` predicts."""
+    row = torch.from_numpy(ids.astype(np.int64))
+    targets = 1 + torch.from_numpy(mask[1:].nonzero()[0])
+    known = None if positions is None else torch.from_numpy(positions.astype(np.int64))[None]
+    options = {"position_ids": known, "use_cache": False, "logits_to_keep": targets - 1}
+    logits = model(input_ids=row[None], **options).logits[0]
+    return nn.functional.cross_entropy(logits.float(), row[targets], reduction="sum")
 
 
 def finished(path: Path) -> set[tuple[str, int]]:
@@ -193,32 +202,46 @@ def finished(path: Path) -> set[tuple[str, int]]:
     return {(row["variant"], row["seed"]) for row in rows}
 
 
-def table(rows: Sequence[Mapping[str, Any]], *, beside: str = "16 bits") -> str:
-    """Return the measured losses as a Markdown table: means over seeds, and how much more than
-    `beside` with the same seed, paired over documents and seeds."""
-    sources = list(rows[0]["tokens"])
-    heads = [f"{source}, {when}" for source in sources for when in ("before", "after")]
-    lines = ["| base | in 16 bits | seeds | " + " | ".join(f"{x} | more" for x in heads) + " |"]
-    lines.append("|---" * (3 + 2 * len(heads)) + "|")
-    reference = {row["seed"]: row for row in rows if row["variant"] == beside}
-    for name in dict.fromkeys(row["variant"] for row in rows):
-        own = [x for x in rows if x["variant"] == name and x["seed"] in reference]
-        if own:
-            cells = [_cells(own, reference, x, y) for x in sources for y in ("before", "after")]
-            share = f"{100 * own[0]['share_in_16_bits']:.0f}%"
-            lines.append(f"| {name} | {share} | {len(own)} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+HEAD = (
+    "base", "in 16 bits, percent", "text", "training", "seeds", "documents", "nats per token",
+    "more than 16 bits", "from", "to", "p", "more than NF4", "from", "to", "p",
+)  # fmt: skip
 
 
-def _cells(
-    rows: Sequence[Mapping[str, Any]],
-    reference: Mapping[int, Mapping[str, Any]],
-    source: str,
-    when: str,
-) -> str:
-    losses = np.concatenate([row[when][source] for row in rows])
-    others = np.concatenate([reference[row["seed"]][when][source] for row in rows])
-    tokens = np.concatenate([row["tokens"][source] for row in rows])
-    more = signed_ratio(losses - others, tokens)
-    low, high = more.ci95 or (more.value, more.value)
-    return f"{losses.sum() / tokens.sum():.4f} | {more.value:.4f} [{low:.4f}, {high:.4f}]"
+def table(rows: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
+    """Return the lines of a table, `HEAD` first: means over seeds, and how much more than bases in
+    16 bits and in NF4 with the same seeds, paired over documents."""
+    variants = list(dict.fromkeys(row["variant"] for row in rows))
+    lines = [
+        _line(variant, rows, source, when)
+        for source in rows[0]["tokens"]
+        for when in ("before", "after")
+        for variant in variants
+    ]
+    return [HEAD, *lines]
+
+
+def _line(
+    variant: str, rows: Sequence[Mapping[str, Any]], source: str, when: str
+) -> tuple[Any, ...]:
+    own = _by_seed(rows, variant)
+    tokens = np.array(own[min(own)]["tokens"][source])
+    losses = np.mean([row[when][source] for row in own.values()], axis=0)
+    share = 100 * mean(row["share_in_16_bits"] for row in own.values())
+    line: list[Any] = [variant, f"{share:.0f}", source, when, len(own), len(tokens)]
+    line.append(f"{losses.sum() / tokens.sum():.4f}")
+    for other in ("16 bits", "NF4"):
+        others = _by_seed(rows, other)
+        seeds = own.keys() & others.keys()
+        if other == variant or not seeds:
+            line += [""] * 4
+            continue
+        gaps = [np.subtract(own[seed][when][source], others[seed][when][source]) for seed in seeds]
+        more = signed_ratio(np.mean(gaps, axis=0), tokens)
+        low, high = more.ci95 or (float("nan"),) * 2
+        line += [f"{x:.4f}" for x in (more.value, low, high, more.p_value)]
+    return tuple(line)
+
+
+def _by_seed(rows: Sequence[Mapping[str, Any]], variant: str) -> dict[int, Mapping[str, Any]]:
+    return {row["seed"]: row for row in rows if row["variant"] == variant}

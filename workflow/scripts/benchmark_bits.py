@@ -1,7 +1,7 @@
 """Measure what 4 bits of the frozen base cost after training, on one model and its tokens.
 
 Every variant (`bits_after_training.VARIANTS`) and seed becomes a line of the output (JSON Lines);
-a repeated call goes on. It prints the table of all that is finished.
+a repeated call goes on. It prints the table of all that is finished, as CSV.
 
     python -m workflow.scripts.benchmark_bits --model MODEL --tokens results/tokens/NAME-KEY \\
         --sensitivities results/sensitivities/NAME-KEY.json --calibrated results/base/NAME-KEY \\
@@ -29,7 +29,7 @@ from workflow.scripts.command import command_parser, logger, run
 def main(args: argparse.Namespace) -> None:
     costs = costs_of(read_record(args.sensitivities, Sensitivities))
     benchmark = BitsBenchmark(args.model, args.calibrated, TokenStore.open(args.tokens), costs)
-    recipe = Recipe(args.steps, args.rows, args.learning_rate, documents=args.documents)
+    recipe = Recipe(args.steps, args.rows, args.learning_rate, heldout_tokens=args.heldout_tokens)
     for seed in range(args.seeds):
         for variant in (x for x in VARIANTS if x.name in args.variants):
             if (variant.name, seed) in finished(args.output) or not benchmark.can(variant):
@@ -39,7 +39,8 @@ def main(args: argparse.Namespace) -> None:
                 file.write(json.dumps(row) + "\n")
             logger.info("%s, seed %d is measured", variant.name, seed)
     lines = args.output.read_text(encoding="utf-8").splitlines()
-    print(table([json.loads(line) for line in lines]))
+    for line in table([json.loads(line) for line in lines]):
+        print(*line, sep=",")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -52,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
     arguments.add_argument("--steps", type=int, default=40, help="of a training")
     arguments.add_argument("--rows", type=int, default=2, help="of a step")
     arguments.add_argument("--learning-rate", type=float, default=5e-4, help="constant")
-    arguments.add_argument("--documents", type=int, default=24, help="held out, of a source")
+    arguments.add_argument("--heldout-tokens", type=int, default=2500, help="of a source")
     return arguments
 
 
