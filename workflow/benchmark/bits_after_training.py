@@ -108,10 +108,9 @@ class BitsBenchmark:
         before = after = self._before[base]
         if recipe.steps:
             torch.manual_seed(seed)
-            scale = {"r": recipe.rank, "lora_alpha": 2 * recipe.rank}
-            tuned: Any = get_peft_model(
-                self._model, LoraConfig(**scale, target_modules="all-linear")
-            )
+            rank = recipe.rank
+            config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
+            tuned: Any = get_peft_model(self._model, config)
             self._train(tuned, seed, recipe)
             after = self._losses(tuned, recipe)
             self._model = tuned.unload()
