@@ -38,13 +38,20 @@ def settings_file(settings: Mapping[str, Any]) -> Path:
 
 
 def forked_stage(
-    stage: str, *arguments: str, environment: Mapping[str, str] | None = None, **options: Any
+    stage: str,
+    *arguments: str,
+    environment: Mapping[str, str] | None = None,
+    killed_at: str | None = None,
+    **options: Any,
 ) -> subprocess.CompletedProcess[str]:
     """Run it to its end; return exit status, standard output and standard error.
 
-    environment: variables that replace this process' own."""
+    environment: variables that replace this process' own; killed_at: name of a file, at whose
+    rename it is killed."""
+    by = ["tests.support.killed_at", killed_at] if killed_at else []
+    words = [*by, f"workflow.scripts.{stage}", *arguments, *command_line(options)]
     return subprocess.run(
-        [preloaded_python(), "-m", f"workflow.scripts.{stage}", *arguments, *command_line(options)],
+        [preloaded_python(), "-m", *words],
         cwd=ROOT,
         env=dict(os.environ if environment is None else environment) | SETTLED,
         capture_output=True,

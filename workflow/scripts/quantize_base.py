@@ -21,6 +21,7 @@ from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.loading import check_loading
 from workflow.lib.checkpoints.meta_model import auto_class
 from workflow.lib.data.tokens.token_store import MANIFEST, TokenStore, recorded_arrays
+from workflow.lib.data.tokens.work_folder import BEGUN_WITH, begin_shards
 from workflow.lib.model.backends import choose_device, resolve_dtype
 from workflow.lib.planning.model_sizes import Method, chosen_method
 from workflow.lib.quantization.calibrated_base import CalibrationInputs, write_calibrated
@@ -50,7 +51,6 @@ from workflow.lib.system.input_files import Inputs
 from workflow.scripts.command import logger, run, stage_parser
 
 # Fingerprint of an unfinished base's files.
-BEGUN_WITH = "begun_with.txt"
 TAKEN: tuple[Method, str] = ("absmax", "model.source is in NF4 already: its bytes are taken")
 
 
@@ -146,16 +146,12 @@ def calibrated(
             package_versions(),
         ]
     )
-    mark = partial / BEGUN_WITH
-    if not mark.is_file() or mark.read_text() != begun_with:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        mark.write_text(begun_with)
+    begin_shards(partial, key=begun_with)
     with original.weights(recorded=True, finite=True) as reader:
         dtype = resolve_dtype("auto", device)
         inputs = CalibrationInputs(original, reader, store, weights, device, dtype)
         total_bytes, facts = write_calibrated(partial, inputs, settings, fingerprint=begun_with)
-    mark.unlink()
+    (partial / BEGUN_WITH).unlink()
     return total_bytes, facts, reader.sha256()
 
 

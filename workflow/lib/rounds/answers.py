@@ -5,7 +5,7 @@ with the next one."""
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -14,7 +14,7 @@ from pydantic import Field
 
 from workflow.lib.artifacts.read_records import read_record, read_records
 from workflow.lib.artifacts.records import Provenance, Record
-from workflow.lib.data.tokens.work_folder import remove_folder
+from workflow.lib.data.tokens.work_folder import BEGUN_WITH, begin_shards
 from workflow.lib.system.artifact_files import write_lines
 from workflow.lib.system.checksums import RecordedFile, check_files
 from workflow.lib.system.errors import UserError
@@ -23,11 +23,9 @@ from workflow.lib.system.files import (
     replace_folder,
     short_hash,
     write_checked_json,
-    write_text,
 )
 
 MANIFEST = "manifest.json"
-BEGUN_WITH = "begun_with.txt"
 SHARD_ANSWERS = 512  # at least; seconds to minutes of work
 
 
@@ -92,10 +90,7 @@ class AnswerWriter:
 
     def prepare(self) -> list[Shard]:
         """Make the folder of shards; return those without answers."""
-        mark = self._folder / BEGUN_WITH
-        if not mark.is_file() or mark.read_text(encoding="utf-8") != self._key:
-            remove_folder(self._folder)
-            write_text(mark, self._key)
+        begin_shards(self._folder, key=self._key)
         return [shard for shard in self.shards if not self._is_finished(shard)]
 
     def _is_finished(self, shard: Shard) -> bool:
@@ -116,13 +111,13 @@ class AnswerWriter:
         self, *, sampler: str, model_files: dict[str, str], left_out: Counter[str]
     ) -> AnswersManifest:
         """Write the manifest and rename the folder, after all shards."""
-        (self._folder / BEGUN_WITH).unlink()
         names = [shard.name for shard in self.shards]
-        every = [a for name in names for p in _read(self._folder / name) for a in p.answers]
+        prompts = _read(self._folder / name for name in names)
+        every = [answer for prompt in prompts for answer in prompt.answers]
         manifest = AnswersManifest(
             sampler=sampler,
             model_files=model_files,
-            prompts=sum(len(shard.prompts) for shard in self.shards),
+            prompts=len(prompts),
             left_out=dict(left_out),
             tokens=sum(len(answer.ids) for answer in every),
             finish=dict(Counter(answer.finish for answer in every)),
@@ -131,6 +126,7 @@ class AnswerWriter:
             provenance=Provenance.now(),
         )
         write_checked_json(self._folder / MANIFEST, manifest.as_json())
+        (self._folder / BEGUN_WITH).unlink()
         replace_folder(self._folder, self._output)
         return manifest
 
@@ -139,8 +135,8 @@ def read_answers(folder: Path) -> list[AnsweredPrompt]:
     """Return the prompts of a folder of answers; raises `UserError` if it is damaged."""
     shards = read_record(folder / MANIFEST, AnswersManifest).shards
     check_files([RecordedFile(folder, name, sha256) for name, sha256 in shards.items()])
-    return [prompt for name in shards for prompt in _read(folder / name)]
+    return _read([folder / name for name in shards])
 
 
-def _read(path: Path) -> Iterator[AnsweredPrompt]:
-    yield from read_records(path, AnsweredPrompt)
+def _read(shards: Iterable[Path]) -> list[AnsweredPrompt]:
+    return [prompt for shard in shards for prompt in read_records(shard, AnsweredPrompt)]

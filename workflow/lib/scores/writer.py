@@ -16,6 +16,7 @@ import numpy as np
 from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.records import Provenance, ScoreShard, ScoresManifest, Split
 from workflow.lib.data.tokens.token_store import TokenStore
+from workflow.lib.data.tokens.work_folder import BEGUN_WITH, begin_shards
 from workflow.lib.scores.store import (
     FORMAT_VERSION,
     MANIFEST,
@@ -34,11 +35,9 @@ from workflow.lib.system.files import (
     replace_folder,
     short_hash,
     write_checked_json,
-    write_text,
 )
 
 SHARD_TOKENS = 2**18  # of rows, trained or not: seconds to minutes of work
-BEGUN_WITH = "begun_with.txt"
 
 
 @dataclass(frozen=True)
@@ -92,10 +91,7 @@ class ScoreWriter:
     def prepare(self) -> list[Part]:
         """Make the shards' folder; return the parts to score, or raise `UserError` for space."""
         begun_with = short_hash([self._facts, [vars(part) for part in self.parts]])
-        mark = self._folder / BEGUN_WITH
-        if not mark.is_file() or mark.read_text(encoding="utf-8") != begun_with:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            write_text(mark, begun_with)
+        begin_shards(self._folder, key=begun_with)
         pending = [part for part in self.parts if self._finished(part) is None]
         self._check_disk(sum(part.tokens for part in pending))
         return pending

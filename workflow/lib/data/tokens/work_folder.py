@@ -14,12 +14,13 @@ from workflow.lib.data.tokens.process_pool import KilledError
 from workflow.lib.data.tokens.token_store import REJECTS, TRUNCATED
 from workflow.lib.system.artifact_files import checked_line
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.files import new_folder
+from workflow.lib.system.files import new_folder, write_text
 
 # Why a held-out row is dropped.
 OVERLAP = "duplicate of a training row"
 SHARED_GROUP = "group of a training row"
 NEAR_DUPLICATE = "near-duplicate of a training row"
+BEGUN_WITH = "begun_with.txt"  # the key of a folder of shards
 
 
 Line = dict[str, Any]
@@ -110,6 +111,14 @@ def finished_folder(output: Path) -> Iterator[tuple[Path, Listing]]:
             if (folder / REJECTS).stat().st_size:
                 shutil.copyfile(folder / REJECTS, rejects_beside(output))
             raise
+
+
+def begin_shards(folder: Path, *, key: str) -> None:
+    """Make a folder of shards for `key`; those of another one are removed."""
+    mark = folder / BEGUN_WITH
+    if not mark.is_file() or mark.read_text(encoding="utf-8") != key:
+        remove_folder(folder)
+        write_text(mark, key)
 
 
 def remove_folder(folder: Path) -> None:
