@@ -22,12 +22,14 @@ from workflow.lib.artifacts.layout import (
     free_settings,
     model_dir,
     model_key,
+    next_rounds,
     report_settings,
     rewards_file,
     rewards_key,
     sensitivity_path,
     settings_path,
     stage_settings,
+    start_adapter,
     token_arrays,
     tokens_dir,
     tokens_key,
@@ -405,5 +407,46 @@ def test_first_round_and_the_rounds_before_are_those_of_the_chain():
     runs = with_starts(load_config(document)[1])
     files = [rewards_file(run) for run in runs.values()]
     assert [first_rewards(run) for run in runs.values()] == [[], *([files[0]] for _ in range(3))]
+    after = next_rounds(runs)
+    assert [after[name] for name in ("r-1", "r-2", "r-3")] == [*runs.values()][1:]
+    last = after["r-4"]
+    assert last.answers.prompts_per_round == 0
+    assert start_adapter(last) == "results/runs/r-4/consolidate/adapter"
+    assert first_rewards(last) == [files[0]]
     assert earlier_rewards(runs["r-4"]) == [files[2], files[1]]
     assert earlier_rewards(runs["r-2"]) == [files[0]]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"answers": {"heldout_prompts": 3}},
+        {"rewards": {"functions": {"a": {"weight": 2.0}}}},
+        {"data": {"heldout_share": 0.3}},
+    ],
+    ids=["prompts", "rewards", "rows"],
+)
+def test_rounds_that_measure_otherwise_are_not_compared_with_those_before(changes):
+    later = {"train": {"start_from": "a"}, "answers": {"round": 2}}
+    document = {
+        "data": HUB_DATA,
+        "answers": {"max_new_tokens": 64},
+        "rewards": {"functions": {"a": {"function": "length"}}},
+        "runs": {"a": {}, "same": later, "other": merge(later, changes)},
+    }
+    runs = with_starts(load_config(document)[1])
+    after = next_rounds(runs)
+    assert after["a"] is runs["same"]
+    assert [first_rewards(run) for run in runs.values()] == [[], [rewards_file(runs["a"])], []]
+    assert first_rewards(after["other"]) == [rewards_file(runs["other"])]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"quantize": {"block_size": 128}}, {"model": {"attention": "eager"}}]
+)
+def test_answers_of_vllm_do_not_depend_on_the_base_of_the_training(changes):
+    assert changed_rounds(**changes) == [ALL] * 3
+    vllm = {"answers": {"sampler": "vllm"}}
+    assert changed_rounds(**vllm) == [ALL] * 3
+    first, *_ = rounds(**merge(vllm, changes))
+    assert first[0] == rounds(**vllm)[0][0]

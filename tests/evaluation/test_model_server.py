@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import fake_vllm
+from tests.support.fake_vllm import fake_python
 from workflow.lib.evaluation.llama_cpp_server import LlamaCppServer, LlamaCppStart
 from workflow.lib.evaluation.model_server import BASE, running
 from workflow.lib.evaluation.vllm_server import VllmServer, VllmStart, rank_slots
@@ -23,11 +24,10 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def start(tmp_path, monkeypatch):
     """How `fake_vllm` is started; its processes are in the file `pids`."""
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} {fake_vllm.__file__} "$@"\n')
-    python.chmod(0o755)
     monkeypatch.setenv("FAKE_VLLM_PIDS", str(tmp_path / "pids"))
-    return VllmStart(python, tmp_path, tmp_path, "float32", 64, max_lora_rank=8, gpus=0)
+    return VllmStart(
+        fake_python(tmp_path), tmp_path, tmp_path, "float32", 64, max_lora_rank=8, gpus=0
+    )
 
 
 def left(folder):

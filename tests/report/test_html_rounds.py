@@ -1,6 +1,7 @@
 """What the report says of sampled answers and their rewards, and what `evaluate.require` reads."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -60,8 +61,9 @@ def save_round(folder, *, better):
 def runs(tmp_path):
     first = save_round(tmp_path / "first", better=0.25)
     second = save_round(tmp_path / "second", better=0.5)
+    last = save_round(tmp_path / "last", better=1.0)
     found = []
-    for name, rewards in (("demo-1", (first,)), ("demo-2", (second, first))):
+    for name, rewards in (("demo-1", (first, second, first)), ("demo-2", (second, last, first))):
         folder = write_run(tmp_path, name, num_steps=3)
         lines = folder / "finetune" / "metrics.jsonl"
         told = {"clipped": 0.125, "reference_kl": 0.5, "entropy": 1.25, "ratio": 1.0}
@@ -81,11 +83,12 @@ def test_rounds_are_told_with_their_rewards_lengths_and_signals(runs):
     assert (first.prompts, first.equal, first.without_reward) == (TRAINED, 2, 1)
     assert (first.answer_tokens, first.cut) == (4.0, 0.5)
     assert first.trained.value == pytest.approx((0.75 + 0.5 + 0.75 + 0.75) / 4)
-    assert first.gain is None
-    assert second.gain.value == pytest.approx(0.125)
-    low, high = second.gain.ci95
-    assert 0 < low <= 0.125 <= high
-    assert [answer.kind for answer in first.shown[0].answers] == ["best", "worst"]
+    assert first.after == second.heldout
+    for run, gain in ((first, 0.125), (second, 0.375)):
+        assert run.gain.value == pytest.approx(gain)
+        low, high = run.gain.ci95
+        assert 0 < low <= gain <= high
+    assert [group.rewards for group in first.groups] == [[1.0, 0.5]] * 2
 
 
 def test_page_shows_figures_and_answers_and_escapes_them(runs):
@@ -106,9 +109,9 @@ def test_section_is_of_runs_that_sample_alone(tmp_path):
 
 
 def test_required_reward_is_the_gain_since_the_first_round(runs):
-    first, second = (run.measured for run in runs)
-    for least, met in ((0.12, True), (0.13, False)):
-        (verdict,) = verdicts({"reward": least}, second, by="estimate")
+    last = runs[1].measured
+    for least, met in ((0.37, True), (0.38, False)):
+        (verdict,) = verdicts({"reward": least}, last, by="estimate")
         assert (verdict.met, verdict.reference) == (met, "first round")
-    with pytest.raises(UserError, match="the run is the first round"):
-        verdicts({"reward": 0.1}, first, by="estimate")
+    with pytest.raises(UserError, match="its held-out prompts have no rewards"):
+        verdicts({"reward": 0.1}, replace(last, reward_gain=None), by="estimate")

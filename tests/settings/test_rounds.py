@@ -45,6 +45,10 @@ REFUSED = [
         "train.objective = kto does not train on sampled answers. Set one of sft, dpo",
     ),
     (
+        {"rewards": LENGTH, "answers": {"prompts_per_round": 0}},
+        "answers.prompts_per_round = 0: a round trains on prompts",
+    ),
+    (
         {"rewards": LENGTH, "data": {"seq_len": 256}},
         "answers.max_new_tokens = 256: a row has data.seq_len = 256 tokens, prompt included",
     ),
@@ -54,7 +58,8 @@ REFUSED = [
     ),
     (
         {"rewards": {"functions": {"a": {"function": "exact.txt:reward"}}}},
-        "function = exact.txt:reward: a function of your own is named by its file",
+        "function = exact.txt:reward: no such function is shipped. Name one of last_number, boxed, "
+        "regex, json, length, or your own as path.py:name",
     ),
 ]
 

@@ -8,6 +8,8 @@ from workflow.lib.artifacts.local_inputs import check_local_paths
 from workflow.lib.settings.config import load_config
 from workflow.lib.system.errors import UserError
 
+REWARDS = {"functions": {"short": {"function": "length"}}}
+
 
 def runs(**document):
     return load_config(document)[1]
@@ -49,10 +51,19 @@ def test_without_a_server_all_stages_receive_what_they_did():
     assert not any("serve" in document.get("export", {}) for document in settings)
 
 
-def test_environment_that_is_not_made_is_told_before_anything_runs(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("setting", "document"),
+    [
+        ("export.serve", {"export": {"serve": "vllm"}}),
+        ("answers.sampler", {"answers": {"sampler": "vllm"}, "rewards": REWARDS}),
+    ],
+)
+def test_environment_that_is_not_made_is_told_before_anything_runs(
+    setting, document, tmp_path, monkeypatch
+):
     monkeypatch.setattr(local_inputs, "SERVING", str(tmp_path / "python"))
-    (run,) = runs(export={"serve": "vllm"}).values()
-    with pytest.raises(UserError, match=r"\(run demo\): .* Run make serving"):
+    (run,) = runs(**document, data={"seq_len": 512}).values()
+    with pytest.raises(UserError, match=rf"run demo: {setting} = 'vllm': .* Run make serving"):
         check_local_paths("demo", run)
 
 
@@ -70,4 +81,7 @@ def test_adapter_that_vllm_refuses_is_refused_with_the_settings(lora, words):
     with pytest.raises(UserError, match=rf"export\.serve = vllm: .*{words}\. Set export\.merged"):
         runs(export={"serve": "vllm"}, lora=lora)
     runs(export={"serve": "vllm", "merged": True}, lora=lora)
-    runs(lora=lora)
+    sampling = {"rewards": REWARDS, "data": {"seq_len": 512}, "lora": lora}
+    with pytest.raises(UserError, match=rf"answers\.sampler = vllm: .*{words}\. Change it, or set"):
+        runs(answers={"sampler": "vllm"}, **sampling)
+    runs(**sampling)

@@ -1,9 +1,12 @@
 """A program that stands for vLLM's server: its options, its interface on a Unix socket, and what
-may go wrong (`FAKE_VLLM`). Its log-probabilities are those of `LOG_P`."""
+may go wrong (`FAKE_VLLM`). Its log-probabilities are those of `LOG_P`. It samples tokens by the
+seed of a request."""
 
 import http.server
+import itertools
 import json
 import os
+import random
 import signal
 import socketserver
 import subprocess
@@ -14,6 +17,15 @@ from pathlib import Path
 
 LOG_P = -0.5
 MIXED = "--enable-mixed-moe-lora-format"
+ASKED = itertools.count(1)
+
+
+def fake_python(folder):
+    """Write a program that starts it as if it were vLLM's Python; return its path."""
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} {__file__} "$@"\n')
+    python.chmod(0o755)
+    return python
 
 
 def option(name):
@@ -42,12 +54,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return self.say(f"Success: {question['lora_name']}")
         if self.path == "/tokenize":
             return self.say({"tokens": [len(str(question.get("prompt")))]})
-        if MODE == "dies":
+        if MODE == "dies" and next(ASKED) > int(os.environ.get("FAKE_VLLM_ANSWERS", 0)):
             print("torch.OutOfMemoryError: no room", flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
         if MODE == "silent":
             time.sleep(3600)
         ids = question["prompt"]
+        if "seed" in question:
+            return self.say({"choices": [sampled(question)]})
         said = [None, *({str(i): {"logprob": LOG_P, "rank": 1}} for i in ids[1:])]
         choice = {"prompt_logprobs": said, "token_ids": [7, 2]}
         return self.say({"choices": [choice]})
@@ -58,8 +72,16 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(json.dumps(content).encode() if content else b"")
 
 
+def sampled(question):
+    draw = random.Random(f"{question['seed']} {question['model']}")
+    ids = [draw.randrange(3, 50) for _ in range(draw.randint(1, question["max_tokens"]))]
+    if len(ids) < question["max_tokens"]:
+        ids.append(question["stop_token_ids"][0])
+    return {"token_ids": ids, "logprobs": {"token_logprobs": [LOG_P * id for id in ids]}}
+
+
 class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
-    daemon_threads = True
+    daemon_threads, request_queue_size = True, 2048  # as uvicorn
 
 
 MODE = os.environ.get("FAKE_VLLM", "")

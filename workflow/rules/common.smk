@@ -181,14 +181,17 @@ if any(word.startswith("--generate-unit-tests") for word in sys.argv):
 # allows the fewest rejected rows.
 STRICTEST_LAST = sorted(RUNS.values(), key=lambda run: -run.data.max_rejected_share)
 SAMPLING = [run for run in RUNS.values() if run.samples]
+# Of each of these, the next round; after the last one, of answers to the held-out prompts alone.
+NEXT_ROUNDS = layout.next_rounds(RUNS)
+ANSWERED = [*SAMPLING, *NEXT_ROUNDS.values()]
 SCORES = {Path(model.scores).name: model for model in SCORED.values()}
 # Runs by the wildcard that names their artifact.
 RUNS_OF = {
     "run": RUNS,
     "tokens": {Path(layout.rows_dir(run)).name: run for run in STRICTEST_LAST},
     # Of runs that train on sampled answers.
-    "answers": {Path(layout.answers_dir(run)).name: run for run in SAMPLING},
-    "rewards": {Path(layout.rewards_file(run)).parent.name: run for run in SAMPLING},
+    "answers": {Path(layout.answers_dir(run)).name: run for run in ANSWERED},
+    "rewards": {Path(layout.rewards_file(run)).parent.name: run for run in ANSWERED},
     "packed": {Path(layout.tokens_dir(run)).name: run for run in SAMPLING},
     "base": {Path(layout.base_dir(run)).name: run for run in RUNS.values()},
     "sensitivities": {

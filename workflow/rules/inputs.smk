@@ -99,7 +99,7 @@ def reported_settings(_):
             "tokens": with_prefix(layout.tokens_dir(run)),
             "exports": [form for form in EXPORTS if name in EXPORTING[form]],
             "served": name in SERVED,
-            **sampled_files(run),
+            **sampled_files(name),
             "last_round": last_round(name),
         }
         for name, run in RUNS.items()
@@ -107,11 +107,13 @@ def reported_settings(_):
     return layout.report_settings(REPORT, RUNS) | {"folders": folders}
 
 
-def sampled_files(run):
-    """Return where the report finds a run's sampled answers and rewards, if it has any."""
-    if not run.samples:
+def sampled_files(name):
+    """Return where the report finds a run's sampled answers and rewards, if it has any: its own, after its training, and
+    of the first round."""
+    if name not in NEXT_ROUNDS:
         return {}
-    files = [layout.rewards_file(run), *layout.first_rewards(run)]
+    run, after = RUNS[name], NEXT_ROUNDS[name]
+    files = [layout.rewards_file(run), layout.rewards_file(after), *layout.first_rewards(after)]
     return {
         "answers": with_prefix(layout.answers_dir(run)),
         "rewards": [with_prefix(file) for file in files],
@@ -120,10 +122,7 @@ def sampled_files(run):
 
 def last_round(name):
     """Whether no later round starts from a run."""
-    starts = [
-        run.train.start_from for run in RUNS.values() if run.samples and run.answers.round > 1
-    ]
-    return name not in starts
+    return name not in NEXT_ROUNDS or not NEXT_ROUNDS[name].answers.prompts_per_round
 
 
 def published_files(wildcards):
@@ -149,7 +148,7 @@ if workflow.is_main_process:
 
 # Required gains, by run.
 REQUIRED = {
-    name: judged.model_dump(mode="json", include={"require", "require_by"}) | sampled_files(run)
+    name: judged.model_dump(mode="json", include={"require", "require_by"}) | sampled_files(name)
     for name, run in RUNS.items()
     if (judged := run.evaluate.judged(last_round=last_round(name))).require
 }

@@ -14,8 +14,8 @@ rule render_report:
         ],
         served=of_runs("check_served", "served.json", names=SERVED),
         tokens=[manifest(RUNS[name]) for name in RUNS],
-        rewards=[layout.rewards_file(run) for run in RUNS.values() if run.samples],
-        answers=[layout.answers_dir(run) for run in RUNS.values() if run.samples],
+        rewards=[layout.rewards_file(run) for run in ANSWERED],
+        answers=[layout.answers_dir(run) for run in SAMPLING],
     output:
         page=report("results/report/report.html", caption="../report/page.rst", category="All runs"),
         comparison=report(

@@ -1,4 +1,4 @@
-# Only for runs that train on sampled answers: those of the base with the adapter that the run starts from.
+# Only for runs that train on sampled answers: those of the base, or of vLLM the original, with the start adapter.
 rule sample_answers:
     input:
         settings=settings("sample_answers"),
@@ -6,7 +6,9 @@ rule sample_answers:
         data=from_run(data_inputs),
         chat_template=from_run(lambda run: optional_input(run.data.chat_template)),
         tokenizer=from_run(tokenizer_files),
-        base=from_run(layout.base_dir),
+        base=only(lambda run: not run.serves_answers, layout.base_dir),
+        model=only(lambda run: run.serves_answers, model_files),
+        python=only(lambda run: run.serves_answers, layout.SERVING),
         start=from_run(start_files),
     output:
         directory("results/answers/{answers}"),
@@ -27,5 +29,5 @@ rule sample_answers:
     shell:
         "python -m workflow.scripts.lease_gpus --count {params.gpus} --log {log:q} --"
         " python -m workflow.scripts.sample_answers --config {input.settings:q} --base {input.base:q}"
-        " --start {input.start:q} --tokens {input.tokens[0]:q} --tokenizer {input.tokenizer[0]:q}"
+        " --model {input.model:q} --python {input.python:q} --start {input.start:q} --tokens {input.tokens[0]:q} --tokenizer {input.tokenizer[0]:q}"
         " --dataset {params.dataset:q} --output {output:q} --log {log:q}"

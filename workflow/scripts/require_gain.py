@@ -17,7 +17,8 @@ from workflow.scripts.command import logger, run, stage_parser
 def main(args: argparse.Namespace) -> None:
     by_run = {}
     for name, settings in args.config.items():
-        gain = reward_gain(*map(Path, settings["rewards"])) if settings.get("rewards") else None
+        rewards = [Path(path) for path in settings.get("rewards", [])[1:]]
+        gain = reward_gain(*rewards) if rewards else None
         measured = read_measured(args.runs_dir / name / "evaluate_run", run=name, reward_gain=gain)
         by_run[name] = verdicts(settings["require"], measured, by=settings["require_by"])
     refuse_unmet(by_run)

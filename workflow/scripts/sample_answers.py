@@ -1,23 +1,28 @@
-"""Sample answers to the prompts of a round, by a base with the adapter that the round starts from.
+"""Sample answers to the prompts of a round, by the model that the round starts from.
 
-Prompts are rows' tokens before the answer, as in training. Every process samples its share; a
-finished shard of a killed start is kept. Answers depend on model, prompts, settings and seed, not
-on batches or processes."""
+Prompts are rows' tokens before the answer, as in training. The engine samples with the base of the
+training and the adapter, every process a share; vLLM with the adapter on the original. A finished
+shard of a killed start is kept. Answers depend on model, prompts, settings and seed, not on batches
+or processes."""
 
 import argparse
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from workflow.lib.artifacts.manifest_record import ConversationFacts
+from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.checkpoints.adapter import Adapter
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.tokenizer import load_tokenizer, num_usable_tokens
 from workflow.lib.data.reading.sources import resolve_splits
 from workflow.lib.data.tokens.encodings import find_encodings
-from workflow.lib.data.tokens.token_store import TokenStore, recorded_arrays
+from workflow.lib.data.tokens.token_store import MANIFEST, TokenStore, recorded_arrays
 from workflow.lib.distributed.heartbeat import FIRST_PASS_S
 from workflow.lib.distributed.work_sharing import (
     Division,
@@ -28,13 +33,17 @@ from workflow.lib.distributed.work_sharing import (
     main_first,
     shared_out,
 )
-from workflow.lib.evaluation.evaluated_models import Loading, files_of
-from workflow.lib.evaluation.sample_answers import stop_token_ids
+from workflow.lib.evaluation.evaluated_models import Loading, files_of, source_files
+from workflow.lib.evaluation.model_server import BASE, QUIET_S, running
+from workflow.lib.evaluation.served_checks import ADAPTER
+from workflow.lib.evaluation.vllm_server import VllmServer, VllmStart, rank_slots
+from workflow.lib.export.adapter_files import end_token_ids
 from workflow.lib.export.stock_models import load_options
 from workflow.lib.model.backends import choose_device
 from workflow.lib.rounds.answers import Answer, AnsweredPrompt, AnswerWriter, Shard
 from workflow.lib.rounds.generation import Ends, Request, Sampled, sample
-from workflow.lib.rounds.prompts import Prompts, refuse_texts
+from workflow.lib.rounds.prompts import Prompts
+from workflow.lib.rounds.server_sampling import AT_ONCE, sample_served
 from workflow.lib.settings.config import AnswersConfig, DataConfig, ModelConfig
 from workflow.lib.system.environment import is_worker
 from workflow.lib.system.hardware import available_host_bytes, visible_gpus
@@ -42,66 +51,64 @@ from workflow.lib.system.progress import Progress
 from workflow.lib.training.launch import Workers, launch_workers
 from workflow.scripts.command import logger, run, stage_parser
 
+Sampler = Callable[..., list[Sampled]]  # of requests and `on_answers`
+
 
 def main(args: argparse.Namespace) -> None:
-    if not is_worker():
+    settings = AnswersConfig.model_validate(args.config["answers"])
+    if settings.sampler == "engine" and not is_worker():
         gpus = visible_gpus() if choose_device().type == "cuda" else []
         processes = args.processes or max(1, len(gpus))
         if processes > 1:
-            bounds = {"gpu_bytes": [gpu.total_bytes for gpu in gpus]}
             whole = fits(
                 args.base,
                 Division(processes, sharded=False),
                 host_bytes=available_host_bytes(),
-                **bounds,
+                gpu_bytes=[gpu.total_bytes for gpu in gpus],
             )
             arguments = [*sys.argv[1:], *([] if whole else ["--sharded"])]
             module = "workflow.scripts.sample_answers"
             launch_workers(Workers(module, arguments, processes=processes, what="sampling"))
             return
     with ExitStack() as stack:
-        work(args, join(stack, sharded=args.sharded))
+        work(args, join(stack, sharded=args.sharded), settings)
 
 
-def work(args: argparse.Namespace, process: Process) -> None:
+def work(args: argparse.Namespace, process: Process, settings: AnswersConfig) -> None:
     """Run one process of the sampling."""
-    settings = AnswersConfig.model_validate(args.config["answers"])
-    tokens = TokenStore.open(args.tokens)
+    tokens, model = TokenStore.open(args.tokens), Checkpoint(args.base or args.model)
     process.pulse.phase("checking the files")
-    folders = [args.base, *([args.start] if args.start else [])]
-    files = [file for folder in folders for file in files_of(folder)]
-    recorded = [*files, *recorded_arrays(args.tokens, tokens.manifest)]
+    base, start = (files_of(folder) if folder else [] for folder in (args.base, args.start))
+    recorded = [*base, *start, *recorded_arrays(args.tokens, tokens.manifest)]
     check_recorded(recorded, world=process.world)
+    files = [*(base or source_files(args.model)), *start]
+    tokenizer = load_tokenizer(args.tokenizer)
     with main_first(process.world):
-        prompts = find_prompts(args, tokens, settings)
+        prompts = find_prompts(args, tokens, tokenizer, settings)
         chosen = prompts.chosen()
     model_files = {f"{file.folder.name}/{file.name}": file.sha256 for file in files}
-    options = load_options(
-        Checkpoint(args.base),
-        device=process.device,
-        settings=ModelConfig.model_validate(args.config["model"]),
-    )
+    numerics = ModelConfig.model_validate(args.config["model"])
+    options = load_options(model, device=process.device, settings=numerics)
     facts = [args.config["answers"], model_files, str(options), tokens.manifest["files"]]
     writer = AnswerWriter(args.output, chosen, facts=facts, per_prompt=settings.per_prompt)
     with main_first(process.world):
         pending = writer.prepare()
     if pending:
-        sample_shards(args, process, writer, pending, tokens, settings, options)
+        conversations = read_record(args.tokens / MANIFEST, ConversationFacts)
+        ends = Ends(end_token_ids(model, conversations), settings.stop, tokenizer)
+        process.pulse.phase("loading the model", least_s=FIRST_PASS_S)
+        with SAMPLERS[settings.sampler](args, process, model, ends, options) as sampler:
+            sample_shards(process, writer, pending, settings, sampler, tokenizer)
     if process.is_main:
         manifest = writer.finish(
-            sampler=f"transformers, {process.device.type}",
+            sampler=f"{settings.sampler}, {process.device.type}",
             model_files=model_files,
             left_out=prompts.left_out,
         )
-        ends = manifest.finish
         logger.info(
-            "%d prompts with %d answers each, %d tokens; %d ended by themselves, %d were cut at "
-            "answers.max_new_tokens",
-            manifest.prompts,
-            settings.per_prompt,
-            manifest.tokens,
-            ends.get("stop", 0),
-            ends.get("length", 0),
+            "%d prompts with %d answers each, %d tokens; answers cut at answers.max_new_tokens: %d",
+            *(manifest.prompts, settings.per_prompt, manifest.tokens),
+            manifest.finish.get("length", 0),
         )
         if manifest.unreadable:
             logger.warning(
@@ -113,36 +120,88 @@ def work(args: argparse.Namespace, process: Process) -> None:
             logger.info("%d rows of this round are left out: %s", count, reason)
 
 
-def find_prompts(args: argparse.Namespace, tokens: TokenStore, settings: AnswersConfig) -> Prompts:
+def find_prompts(
+    args: argparse.Namespace,
+    tokens: TokenStore,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: AnswersConfig,
+) -> Prompts:
     data = DataConfig.model_validate(args.config["data"])
     splits = resolve_splits(data, root=args.dataset)
-    tokenizer = load_tokenizer(args.tokenizer)
     usable = num_usable_tokens(tokenizer, args.tokenizer)
     encodings = find_encodings(tokenizer, usable, splits, data, "texts")
-    refuse_texts(encodings)
     return Prompts(splits, encodings, tokens, tokenizer, settings)
 
 
-def sample_shards(
+@contextmanager
+def engine(
     args: argparse.Namespace,
+    process: Process,
+    model: Checkpoint,
+    ends: Ends,
+    options: dict[str, Any],
+) -> Iterator[Sampler]:
+    """Load the base with the adapter; each process samples its share."""
+    adapter = Adapter(args.start) if args.start else None
+    loaded = Loading(options, process.shards).model(model, adapter)
+
+    def sampler(requests: list[Request], **how: Any) -> list[Sampled]:
+        compute = partial(sample, loaded, ends=ends, device=process.device, **how)
+        return shared_out(requests, compute, world=process.world, model=loaded)
+
+    yield sampler
+
+
+@contextmanager
+def vllm(
+    args: argparse.Namespace,
+    process: Process,
+    model: Checkpoint,
+    ends: Ends,
+    options: dict[str, Any],
+) -> Iterator[Sampler]:
+    """Start vLLM with the adapter on the original, on all GPUs."""
+    adapter = Adapter(args.start) if args.start else None
+    settings = AnswersConfig.model_validate(args.config["answers"])
+    on_experts = bool(adapter and adapter.config.get("target_parameters"))
+    start = VllmStart(
+        python=args.python,
+        model=model.folder,
+        tokenizer=args.tokenizer,
+        dtype=str(options["compute_dtype"]).removeprefix("torch."),
+        max_tokens=DataConfig.model_validate(args.config["data"]).seq_len,
+        max_lora_rank=None if adapter is None else rank_slots(adapter.config),
+        gpus=len(visible_gpus()) if process.device.type == "cuda" else 0,
+        on_experts=on_experts,
+        at_once=AT_ONCE,
+        quiet_s=QUIET_S + settings.max_new_tokens,  # a second per token of an answer
+        setting="answers.sampler",
+        cure="Set it to engine.",
+    )
+    with running(VllmServer, start) as server:
+        logger.info("%s %s samples in %s", server.name, server.version, start.dtype)
+        if adapter is not None:
+            server.load_adapter(ADAPTER, adapter.folder, on_experts=on_experts)
+        name = BASE if adapter is None else ADAPTER
+        yield partial(sample_served, server, model=name, ends=ends)
+
+
+SAMPLERS = {"engine": engine, "vllm": vllm}
+
+
+def sample_shards(
     process: Process,
     writer: AnswerWriter,
     pending: list[Shard],
-    tokens: TokenStore,
     settings: AnswersConfig,
-    options: dict[str, object],
+    sampler: Sampler,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     """Sample and write the pending shards. Collective."""
-    process.pulse.phase("loading the model", least_s=FIRST_PASS_S)
-    adapter = Adapter(args.start) if args.start else None
-    model = Loading(options, process.shards).model(Checkpoint(args.base), adapter)
-    tokenizer = load_tokenizer(args.tokenizer)
-    stop_ids = {*stop_token_ids([], tokenizer=tokenizer, model=model)}
-    stop_ids |= {*tokens.manifest["end_of_turn_token_ids"]}
-    ends = Ends(sorted(stop_ids), settings.stop, tokenizer)
     logger.info("%d of %d shards to sample", len(pending), len(writer.shards))
     process.pulse.phase("sampling", least_s=FIRST_PASS_S)
-    total = sum(len(shard.prompts) for shard in pending) * settings.per_prompt
+    count = settings.per_prompt
+    total = sum(len(shard.prompts) for shard in pending) * count
     # of all processes, of which this one knows its own
     size = 1 if process.world is None else process.world.size
     with Progress("answers", total=total, unit="answers") as progress:
@@ -151,22 +210,11 @@ def sample_shards(
             progress.add(answers * size, tokens=new_tokens * size)
             process.pulse.moved()
 
-        def compute(requests: list[Request]) -> list[Sampled]:
-            return sample(
-                model,
-                requests,
-                settings,
-                ends=ends,
-                device=process.device,
-                on_answers=on_answers,
-            )
-
         for shard in pending:
             requests = requests_of(shard.prompts, settings)
-            sampled = shared_out(requests, compute, world=process.world, model=model)
+            sampled = sampler(requests, settings=settings, on_answers=on_answers)
             if process.is_main:
                 answers = [answer(tokenizer, one) for one in sampled]
-                count = settings.per_prompt
                 writer.add(shard, [answers[n : n + count] for n in range(0, len(answers), count)])
 
 
@@ -194,7 +242,7 @@ def answer(tokenizer: PreTrainedTokenizerBase, sampled: Sampled) -> Answer:
 
 
 if __name__ == "__main__":
-    parser = stage_parser(__doc__, needs="tokens tokenizer base output", takes="start")
+    parser = stage_parser(__doc__, needs="tokens tokenizer output", takes="base model start python")
     parser.add_argument(
         "--dataset", type=Path, default=Path(), help="folder in which the data's paths begin"
     )

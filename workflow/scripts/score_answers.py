@@ -9,10 +9,15 @@ from pathlib import Path
 
 from workflow.lib.artifacts.read_records import read_records
 from workflow.lib.data.tokens.process_pool import available_processes
-from workflow.lib.evaluation.intervals import signed_ratio
 from workflow.lib.rounds.answers import AnsweredPrompt, read_answers
-from workflow.lib.rounds.reward_processes import Call, Scored, score, total
-from workflow.lib.rounds.rewards import RewardLine, equal_groups, heldout_gains, mean_rewards
+from workflow.lib.rounds.reward_processes import Scored, score, total
+from workflow.lib.rounds.rewards import (
+    RewardLine,
+    equal_groups,
+    heldout_gains,
+    mean_of,
+    mean_rewards,
+)
 from workflow.lib.settings.config import RewardsConfig
 from workflow.lib.system.artifact_files import write_lines
 from workflow.lib.system.errors import UserError
@@ -24,9 +29,7 @@ def main(args: argparse.Namespace) -> None:
     settings = RewardsConfig.model_validate(args.config["rewards"])
     prompts = read_answers(args.answers)
     calls = [
-        Call(prompt.text, answer.text, prompt.values)
-        for prompt in prompts
-        for answer in prompt.answers
+        (prompt.text, answer.text, prompt.values) for prompt in prompts for answer in prompt.answers
     ]
     with Progress("rewards", total=len(calls), unit="answers") as progress:
         scored, printed = score(calls, settings, processes=args.processes, on_scored=progress.add)
@@ -60,10 +63,9 @@ def check_failures(scored: list[Scored], printed: str) -> None:
 def lines_of(
     prompts: list[AnsweredPrompt], scored: list[Scored], settings: RewardsConfig
 ) -> list[RewardLine]:
-    lines, first = [], 0
+    results, lines = iter(scored), []
     for prompt in prompts:
-        own = scored[first : first + len(prompt.answers)]
-        first += len(own)
+        own = [next(results) for _ in prompt.answers]
         lines.append(
             RewardLine(
                 split=prompt.split,
@@ -76,20 +78,19 @@ def lines_of(
 
 
 def tell(lines: list[RewardLine], first: list[RewardLine] | None) -> None:
-    """Log mean rewards with intervals. first: rewards of the first round, to the same held-out
-    prompts."""
-    for split in ("train", "heldout"):
-        if means := mean_rewards(lines, split=split):
-            mean = signed_ratio(means, [1.0] * len(means))
+    """Log means with intervals. first: rewards of the first round, to the same held-out prompts."""
+    told = {
+        f"mean reward of %d {split} prompts": mean_rewards(lines, split=split)
+        for split in ("train", "heldout")
+    }
+    if first is not None:
+        told["gain of %d heldout prompts since the first round"] = heldout_gains(first, lines)
+    for words, values in told.items():
+        if (mean := mean_of(values)) is not None:
             interval = "" if mean.ci95 is None else " [{:.3f}, {:.3f}]".format(*mean.ci95)
-            logger.info(
-                "mean reward of %d %s prompts: %.3f%s", len(means), split, mean.value, interval
-            )
-    if first is not None and (gains := heldout_gains(first, lines)):
-        gain = signed_ratio(gains, [1.0] * len(gains))
-        interval = "" if gain.ci95 is None else " [{:+.3f}, {:+.3f}]".format(*gain.ci95)
-        logger.info("held-out prompts since the first round: %+.3f%s, paired", gain.value, interval)
-    logger.info("%d of %d training prompts have answers of equal rewards", *equal_groups(lines))
+            logger.info(f"{words}: %.3f%s", len(values), mean.value, interval)
+    if (counts := equal_groups(lines))[1]:
+        logger.info("%d of %d training prompts have answers of equal rewards", *counts)
 
 
 if __name__ == "__main__":

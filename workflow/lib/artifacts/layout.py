@@ -5,7 +5,7 @@ runs with equal data settings share one tokenization. A stage receives exactly t
 reads (`settings.effects`): those that its result depends on in a file that is an input of its rule,
 and the others in a file that is none."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -17,6 +17,7 @@ from workflow.lib.settings.effects import Affects
 from workflow.lib.settings.evaluate import LLAMA_CPP_RELEASE
 from workflow.lib.settings.forms import EXPORTS
 from workflow.lib.settings.objectives import PAIRED, needs_of
+from workflow.lib.settings.rounds import MOST_ROUNDS
 from workflow.lib.system.files import short_hash
 
 RESULTS = PurePosixPath("results")
@@ -113,32 +114,62 @@ def answers_key(run: RunConfig) -> str:
     """Short hash of all that sampled answers depend on: model, prompts and settings."""
     start = run.start_key or run.train.start_from
     same = _comparable(run, lambda affects: affects.reruns("sample_answers"))
-    numerics = [run.model.compute_dtype, run.model.attention]
+    numerics = [base_key(run), run.model.compute_dtype, run.model.attention]
+    if run.serves_answers:
+        numerics = [model_key(run), run.model.compute_dtype]
     answers = same.answers.model_dump(mode="json")
-    return short_hash([rows_key(run), base_key(run), start, answers, numerics])
+    return short_hash([rows_key(run), start, answers, numerics])
 
 
 def rewards_key(run: RunConfig) -> str:
     return short_hash([answers_key(run), stage_settings("score_answers", run)])
 
 
+def next_rounds(runs: Mapping[str, RunConfig]) -> dict[str, RunConfig]:
+    """Return for each run that samples the round whose answers tell what it has learned: the next
+    one, or after the last one answers to the held-out prompts alone."""
+    later = {run.train.start_from: run for run in runs.values() if [*_rounds_before(run, 1)]}
+    return {
+        name: later[name] if name in later else _after(name, run)
+        for name, run in runs.items()
+        if run.samples
+    }
+
+
+def _after(name: str, run: RunConfig) -> RunConfig:
+    answers = {"round": run.answers.round + 1, "prompts_per_round": 0}
+    changed = {
+        "answers": run.answers.model_copy(update=answers),
+        "train": run.train.model_copy(update={"start_from": name}),
+    }
+    after = run.model_copy(update=changed)
+    return after.starting_from(run, run.lora, key=fingerprint(run))
+
+
+def _rounds_before(run: RunConfig, count: int) -> Iterator[RunConfig]:
+    """Yield up to `count` rounds before a run, the last one first, that answer the same held-out
+    prompts for the same rewards."""
+    own = {"round": 1, "prompts_per_round": 1}
+    for _ in range(min(count, run.answers.round - 1)):
+        start = run.start
+        if start is None or not start.samples or start.data != run.data:
+            return
+        answers = [of.answers.model_copy(update=own) for of in (start, run)]
+        if answers[0] != answers[1] or start.rewards.functions != run.rewards.functions:
+            return
+        yield start
+        run = start
+
+
 def first_rewards(run: RunConfig) -> list[str]:
     """Return the rewards of the first round before a run, with which its own are compared."""
-    first, rounds = run, run.answers.round - 1
-    while rounds and first.start is not None and first.start.samples:
-        first, rounds = first.start, rounds - 1
-    return [] if first is run or rounds else [rewards_file(first)]
+    return [rewards_file(first) for first in [*_rounds_before(run, MOST_ROUNDS)][-1:]]
 
 
 def earlier_rewards(run: RunConfig) -> list[str]:
     """Return the rewards of the rounds before a run that decide with its own whether it stops, the
     last one first."""
-    rounds: list[RunConfig] = []
-    start = run.start
-    while start is not None and start.samples and len(rounds) < run.rewards.stop_after_equal - 1:
-        rounds.append(start)
-        start = start.start
-    return [rewards_file(earlier) for earlier in rounds]
+    return [rewards_file(r) for r in _rounds_before(run, run.rewards.stop_after_equal - 1)]
 
 
 def base_key(run: RunConfig) -> str:

@@ -31,11 +31,12 @@ def check_local_paths(name: str, run: RunConfig) -> None:
         "quantize.calibration_text": run.quantize.calibration_text,
         **{f"rewards.functions.{key}": f.file for key, f in run.rewards.functions.items()},
     }
-    if run.export.serve == "vllm" and not Path(SERVING).exists():
-        raise UserError(
-            f"export.serve = {run.export.serve} (run {name}): the server's environment is not "
-            f"made ({SERVING}). Run make serving in the folder of the Snakefile, or set it to none."
-        )
+    servers = {"export.serve": run.export.serve == "vllm", "answers.sampler": run.serves_answers}
+    for setting in [setting for setting, serves in servers.items() if serves]:
+        if not Path(SERVING).exists():
+            bound = f"the server's environment is not made ({SERVING})"
+            change = "Run make serving in the folder of the Snakefile, or leave it out"
+            raise UserError(f"run {name}: {setting_error(setting, 'vllm', bound, change)}")
     _refuse_gguf(run.model.source)
     _refuse_other_folders(run.model.source)
     if not is_hub_id(run.model.source):

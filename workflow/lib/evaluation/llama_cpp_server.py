@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
-from workflow.lib.evaluation.model_server import BASE, QUIET_S, ModelServer
+from workflow.lib.evaluation.model_server import BASE, CURE, QUIET_S, ModelServer
 from workflow.lib.settings.evaluate import GgufFormat
 from workflow.lib.system.environment import shipped_path
 from workflow.lib.system.errors import UserError
@@ -57,6 +57,7 @@ class LlamaCppStart:
     max_tokens: int
     setting: str
     quiet_s: float = QUIET_S
+    cure: ClassVar[str] = CURE
     environment: ClassVar[Mapping[str, str]] = {}
 
     def command(self, address: Path) -> list[str]:

@@ -35,10 +35,13 @@ OTHERS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")  # variables of this enviro
 
 
 class Start(Protocol):
-    """The start of a server. setting: that requires it; quiet_s: bound of its silence, seconds."""
+    """The start of a server. setting: that requires it; cure: what to set instead, if it refuses;
+    quiet_s: bound of its silence, seconds."""
 
     @property
     def setting(self) -> str: ...
+    @property
+    def cure(self) -> str: ...
     @property
     def quiet_s(self) -> float: ...
     @property
@@ -57,7 +60,7 @@ class ModelServer(ABC):
         self, process: "subprocess.Popen[bytes]", address: Path, log: Path, *, start: Start
     ) -> None:
         self._process, self._address, self._log = process, address, log
-        self._quiet_s, self.setting = start.quiet_s, start.setting
+        self._quiet_s, self.setting, self._cure = start.quiet_s, start.setting, start.cure
 
     @property
     @abstractmethod
@@ -99,7 +102,7 @@ class ModelServer(ABC):
             raise self.failed(f"failed when it was asked {path} ({_reason(content)})")
         if status != http.HTTPStatus.OK:
             raise UserError(
-                f"{self.setting}: the server refuses {path}: {_reason(content)}. {CURE}"
+                f"{self.setting}: the server refuses {path}: {_reason(content)}. {self._cure}"
             )
         with suppress(ValueError):  # an adapter's answer is a sentence
             return dict(json.loads(content))

@@ -3,9 +3,9 @@
 A prompt is the text before a document's first trained token; its reference, the first run of
 trained tokens. Answers are greedy."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -14,11 +14,12 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from workflow.lib.data.tokens.token_store import Document
 from workflow.lib.distributed.work_sharing import is_sharded
-from workflow.lib.evaluation.batch_size import batches, fitting_batch_size, halving
+from workflow.lib.evaluation.batch_size import LARGEST, batches, fitting_batch_size, halving
 from workflow.lib.model.layers.rotary_by_length import rotated_alike
 from workflow.lib.system.progress import Progress
 
 WHAT = "samples"  # for the log
+AnswerT = TypeVar("AnswerT")
 
 
 @dataclass(frozen=True)
@@ -78,37 +79,60 @@ def generate_answers(
     device: torch.device,
 ) -> list[list[int]]:
     """Return a continuation of each prompt, token by token, without its end token."""
+    with Progress(WHAT, total=len(prompts), unit="answers") as progress:
+
+        def answers(numbers: list[int]) -> list[list[int]]:
+            rows = continue_rows(
+                model,
+                [prompts[number].prompt for number in numbers],
+                stop_ids=settings.stop_ids,
+                max_new_tokens=settings.max_new_tokens,
+                device=device,
+            )
+            progress.add(len(rows))
+            return [until_stop(row, settings.stop_ids) for row in rows]
+
+        return in_batches(
+            answers,
+            model,
+            [prompt.prompt for prompt in prompts],
+            max_new_tokens=settings.max_new_tokens,
+            device=device,
+            batch_size=settings.batch_size,
+        )
+
+
+def in_batches(
+    answers: Callable[[list[int]], list[AnswerT]],
+    model: PeftModel | PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    device: torch.device,
+    batch_size: int | str = "auto",
+    largest: Mapping[str, int] = LARGEST,
+) -> list[AnswerT]:
+    """Return the answers to prompts. answers: called with the numbers of some of similar length,
+    fewer where memory runs out."""
     if not prompts:
         return []
-    lengths = [len(prompt.prompt) for prompt in prompts]
+    lengths = [len(prompt) for prompt in prompts]
     start = fitting_batch_size(
-        settings.batch_size,
+        batch_size,
         config=model.config,
         device=device,
-        tokens=max(lengths) + settings.max_new_tokens,
+        tokens=max(lengths) + max_new_tokens,
         keeps_cache=True,
+        largest=largest,
     )
+    alike = [rotated_alike(model.config, n, new_tokens=max_new_tokens) for n in lengths]
+    done: dict[int, AnswerT] = {}
 
-    alike = [
-        rotated_alike(model.config, length, new_tokens=settings.max_new_tokens)
-        for length in lengths
-    ]
-
-    def with_size(size: int) -> list[list[int]]:
-        answers: list[list[int]] = [[]] * len(prompts)
-        with Progress(WHAT, total=len(prompts), unit="answers") as progress:
-            for batch in batches(lengths, alike, size=size):
-                rows = continue_rows(
-                    model,
-                    [prompts[index].prompt for index in batch],
-                    stop_ids=settings.stop_ids,
-                    max_new_tokens=settings.max_new_tokens,
-                    device=device,
-                )
-                for index, row in zip(batch, rows, strict=True):
-                    answers[index] = until_stop(row, settings.stop_ids)
-                progress.add(len(batch))
-        return answers
+    def with_size(size: int) -> list[AnswerT]:
+        for batch in batches(lengths, alike, size=size):
+            if pending := [number for number in batch if number not in done]:
+                done.update(zip(pending, answers(pending), strict=True))
+        return [done[number] for number in range(len(prompts))]
 
     return halving(with_size, start=start, what=WHAT, collective=is_sharded(model))
 

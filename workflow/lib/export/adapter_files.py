@@ -162,11 +162,18 @@ def write_generation_config(source: Checkpoint, folder: Path, *, facts: Conversa
     settings = read_settings(path) if path.is_file() else {}
     # With this mark, Transformers may read the end tokens from config.json instead.
     settings.pop("_from_model_config", None)
+    special = {"bos_token_id": facts.bos_token_id, "pad_token_id": facts.pad_token_id}
+    ends = {"eos_token_id": end_token_ids(source, facts)}
+    write_json(folder / GENERATION_CONFIG, special | settings | ends)
+
+
+def end_token_ids(source: Checkpoint, facts: ConversationFacts) -> list[int]:
+    """Return the tokens that end an answer: of model, tokenizer and template."""
+    path = source.folder / GENERATION_CONFIG
+    settings = read_settings(path) if path.is_file() else {}
     named = settings.get("eos_token_id", source.config.get("eos_token_id"))
     ends = {*(named if isinstance(named, list) else [named]), facts.eos_token_id}
-    ends = (ends | set(facts.end_of_turn_token_ids)) - {None}
-    special = {"bos_token_id": facts.bos_token_id, "pad_token_id": facts.pad_token_id}
-    write_json(folder / GENERATION_CONFIG, special | settings | {"eos_token_id": sorted(ends)})
+    return sorted({*ends, *facts.end_of_turn_token_ids} - {None})
 
 
 def check_conversations(folder: Path, probes: list[Probe]) -> None:

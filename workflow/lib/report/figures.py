@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from workflow.lib.artifacts.records import Interval
 from workflow.lib.artifacts.training_record import Step
 from workflow.lib.report.run_results import Run
 from workflow.lib.settings.forms import FORMS, SUBJECTS, SubjectName
@@ -223,28 +224,21 @@ def sampled_figure(runs: list[Run]) -> Figure | None:
         return None
     traces = []
     for number, (name, of) in enumerate(
-        (("training prompts", "trained"), ("held-out prompts", "heldout"))
+        {"training": "trained", "held-out before": "heldout", "held-out after": "after"}.items()
     ):
-        points = [(run, x) for run in runs if (x := getattr(run.sampled, of)) is not None]
-        ends = [(x.ci95 or (x.value, x.value)) for _, x in points]
+        means = {plotly_text(run.name): getattr(run.sampled, of) for run in runs}
+        known = {name: mean for name, mean in means.items() if mean is not None}
+        values = [mean.value for mean in known.values()]
+        ends = [mean.ci95 or (mean.value, mean.value) for mean in known.values()]
         traces.append(
             {
                 "type": "scatter",
                 "mode": "lines+markers",
                 "name": name,
                 "meta": f"series-{number + 1}",
-                "x": [plotly_text(run.name) for run, _ in points],
-                "y": [x.value for _, x in points],
-                "error_y": {
-                    "type": "data",
-                    "symmetric": False,
-                    "array": [
-                        high - x.value for (_, x), (_, high) in zip(points, ends, strict=True)
-                    ],
-                    "arrayminus": [
-                        x.value - low for (_, x), (low, _) in zip(points, ends, strict=True)
-                    ],
-                },
+                "x": [*known],
+                "y": values,
+                "error_y": _error_bars(values, ends),
                 "hovertemplate": "%{y:.3f}",
             }
         )
@@ -293,6 +287,8 @@ def _interval_points(runs: list[Run], subject: SubjectName) -> dict[str, Any]:
     measured = [run for run in runs if subject in run.measured.subjects]
     results = [run.measured.subjects[subject].heldout for run in measured]
     heldouts = [heldout for heldout in results if heldout is not None]
+    losses = [heldout.loss for heldout in heldouts]
+    intervals = [heldout.loss_ci95 for heldout in heldouts]
     form = FORMS[subject]
     assert form.mark is not None, "a measured form has a mark"
     color, symbol = form.mark
@@ -301,20 +297,19 @@ def _interval_points(runs: list[Run], subject: SubjectName) -> dict[str, Any]:
         "mode": "markers",
         "name": form.label,
         "meta": color,
-        "x": [heldout.loss for heldout in heldouts],
+        "x": losses,
         "y": [plotly_text(run.name) for run in measured],
         "marker": {"size": 11, "symbol": symbol, "line": {"width": 2}},
-        "error_x": {
-            "type": "data",
-            "symmetric": False,
-            "array": [heldout.loss_ci95[1] - heldout.loss for heldout in heldouts],
-            "arrayminus": [heldout.loss - heldout.loss_ci95[0] for heldout in heldouts],
-            "thickness": 2,
-            "width": 6,
-        },
-        "customdata": [list(heldout.loss_ci95) for heldout in heldouts],
+        "error_x": _error_bars(losses, intervals) | {"thickness": 2, "width": 6},
+        "customdata": [list(interval) for interval in intervals],
         "hovertemplate": "%{x:.4f} [%{customdata[0]:.4f}, %{customdata[1]:.4f}]",
     }
+
+
+def _error_bars(values: list[float], intervals: list[Interval]) -> dict[str, Any]:
+    ends = list(zip(values, intervals, strict=True))
+    above, below = [high - x for x, (_, high) in ends], [x - low for x, (low, _) in ends]
+    return {"type": "data", "symmetric": False, "array": above, "arrayminus": below}
 
 
 def memory_figure(runs: list[Run]) -> Figure:

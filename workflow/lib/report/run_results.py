@@ -122,7 +122,7 @@ class RunFolders:
     exports: tuple[str, ...] = ()
     served: bool = False
     answers: str | None = None  # sampled ones
-    rewards: tuple[str, ...] = ()  # of these, and of the first round
+    rewards: tuple[str, ...] = ()  # of these, after the training, and of the first round
     last_round: bool = True
 
 
@@ -135,9 +135,7 @@ def read_run(folders: RunFolders) -> Run:
     served = folder / "check_served" / "served.json"
     sampled = None
     if folders.answers is not None:
-        own, first = (*map(Path, folders.rewards), None)[:2]
-        assert own is not None, "sampled answers have rewards"
-        sampled = read_sampled(Path(folders.answers), own, first)
+        sampled = read_sampled(Path(folders.answers), *map(Path, folders.rewards))
     run = Run(
         name=folder.name,
         tokens_name=tokens.name,

@@ -281,8 +281,8 @@ def _verdict(name: str, least: float, measured: Measured, *, by: RequireBy) -> G
     elif name == REWARD:
         reference = "first round"
         if measured.reward_gain is None:
-            reason = "the run is the first round, or its held-out prompts have no rewards"
-            raise setting_error("evaluate.require", name, reason, "Require it of later rounds")
+            reason = "its held-out prompts have no rewards"
+            raise setting_error("evaluate.require", name, reason, "Mend the reward functions")
         gain, ci95 = measured.reward_gain.value, measured.reward_gain.ci95
     elif name in REWARDS:
         reference, (gain, ci95) = None, _reward(name, measured.served)

@@ -20,11 +20,8 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from workflow.lib.distributed.work_sharing import is_sharded
-from workflow.lib.evaluation.batch_size import batches, fitting_batch_size, halving
 from workflow.lib.evaluation.questions import Model
-from workflow.lib.evaluation.sample_answers import continue_rows
-from workflow.lib.model.layers.rotary_by_length import rotated_alike
+from workflow.lib.evaluation.sample_answers import continue_rows, in_batches
 from workflow.lib.settings.rounds import AnswersConfig
 
 LARGEST = {"cuda": 256, "cpu": 64}  # answers at once: a step of one token each is short
@@ -38,11 +35,15 @@ class Request:
     number: int
     seed: int
 
+    @property
+    def key(self) -> int:
+        """A number of 128 bits that decides the answer."""
+        content = np.array([self.seed, self.number, *self.prompt], dtype="<i8").tobytes()
+        return int.from_bytes(hashlib.blake2b(content, digest_size=16).digest(), "little")
+
     def uniforms(self, count: int) -> npt.NDArray[np.float64]:
         """Return the numbers in [0, 1) by which its tokens are drawn."""
-        content = np.array([self.seed, self.number, *self.prompt], dtype="<i8").tobytes()
-        key = int.from_bytes(hashlib.blake2b(content, digest_size=16).digest(), "little")
-        return np.random.Generator(np.random.Philox(key=key)).random(count)
+        return np.random.Generator(np.random.Philox(key=self.key)).random(count)
 
 
 @dataclass(frozen=True)
@@ -133,54 +134,27 @@ def sample(
 ) -> list[Sampled]:
     """Return an answer for each request. on_answers: called with the numbers of new answers and
     tokens."""
-    if not requests:
-        return []
     most = settings.max_new_tokens
-    lengths = [len(request.prompt) for request in requests]
-    alike = [rotated_alike(model.config, length, new_tokens=most) for length in lengths]
-    start = fitting_batch_size(
-        "auto",
-        config=model.config,
-        device=device,
-        tokens=max(lengths) + most,
-        keeps_cache=True,
-        largest=LARGEST,
-    )
-    answers: dict[int, Sampled] = {}
 
-    def with_size(size: int) -> list[Sampled]:
-        for batch in batches(lengths, alike, size=size):
-            pending = [number for number in batch if number not in answers]
-            if pending:
-                rows = _batch(model, [requests[n] for n in pending], settings, ends, device)
-                answers.update(zip(pending, rows, strict=True))
-                on_answers(len(rows), sum(len(row.ids) for row in rows))
-        return [answers[number] for number in range(len(requests))]
+    def answers(numbers: list[int]) -> list[Sampled]:
+        asked = [requests[number] for number in numbers]
+        uniforms = torch.from_numpy(np.stack([request.uniforms(most) for request in asked]))
+        draw = _Draw(uniforms.to(device), settings.temperature, settings.top_p)
+        longest = max(len(request.prompt) for request in asked)
+        by_text = [_EndTexts(ends, longest)] if ends.texts else []
+        rows = continue_rows(
+            model,
+            [list(request.prompt) for request in asked],
+            stop_ids=ends.ids,
+            max_new_tokens=most,
+            device=device,
+            logits_processor=LogitsProcessorList([draw]),
+            stopping_criteria=StoppingCriteriaList(by_text),
+        )
+        log_probs = torch.stack(draw.log_probs, dim=1).tolist()
+        cut = [ends.cut(*row) for row in zip(rows, log_probs, strict=True)]
+        on_answers(len(cut), sum(len(answer.ids) for answer in cut))
+        return cut
 
-    what = "sampling of answers"
-    return halving(with_size, start=start, what=what, collective=is_sharded(model))
-
-
-def _batch(
-    model: Model,
-    requests: Sequence[Request],
-    settings: AnswersConfig,
-    ends: Ends,
-    device: torch.device,
-) -> list[Sampled]:
-    most = settings.max_new_tokens
-    uniforms = np.stack([request.uniforms(most) for request in requests])
-    draw = _Draw(torch.from_numpy(uniforms).to(device), settings.temperature, settings.top_p)
-    prompts = [list(request.prompt) for request in requests]
-    by_text = [_EndTexts(ends, max(map(len, prompts)))] if ends.texts else []
-    rows = continue_rows(
-        model,
-        prompts,
-        stop_ids=ends.ids,
-        max_new_tokens=most,
-        device=device,
-        logits_processor=LogitsProcessorList([draw]),
-        stopping_criteria=StoppingCriteriaList(by_text),
-    )
-    log_probs = torch.stack(draw.log_probs, dim=1).tolist()
-    return [ends.cut(*row) for row in zip(rows, log_probs, strict=True)]
+    prompts = [request.prompt for request in requests]
+    return in_batches(answers, model, prompts, max_new_tokens=most, device=device, largest=LARGEST)

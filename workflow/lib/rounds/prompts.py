@@ -4,9 +4,9 @@ A row's place in the order of the rounds is a pure function of the seed. Rows th
 out, by the tokens of their prompts, are no training prompts."""
 
 import json
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -21,59 +21,58 @@ from workflow.lib.data.tokens.splits import drawn
 from workflow.lib.data.tokens.token_store import Document, TokenStore
 from workflow.lib.rounds.answers import AnsweredPrompt
 from workflow.lib.settings.rounds import AnswersConfig
-from workflow.lib.system.errors import UserError, setting_error
+from workflow.lib.system.errors import setting_error
 
 TOO_LONG = "prompt leaves less room than answers.max_new_tokens"
 HELDOUT, NO_PROMPT = "held out", "no prompt before the answer"
 ReadRow = tuple[int, str, Row | BrokenRow]
 
 
+@dataclass
 class Prompts:
-    """Chooses prompts of the rows of both splits. Attribute `left_out`: training rows of the round
-    without a prompt, by reason."""
+    """Chooses prompts of the rows of both splits. left_out: training rows of the round without a
+    prompt, by reason."""
 
-    def __init__(
-        self,
-        splits: Mapping[str, Sequence[Source]],
-        encodings: Mapping[str, Encoding],
-        tokens: TokenStore,
-        tokenizer: PreTrainedTokenizerBase,
-        settings: AnswersConfig,
-    ) -> None:
-        self._splits, self._encodings, self._settings = splits, encodings, settings
-        self._tokenizer, self._room = tokenizer, tokens.seq_len - settings.max_new_tokens
-        self._heldout = {_cut(document).tobytes() for document in tokens.heldout_documents()}
-        self.left_out: Counter[str] = Counter()
+    splits: Mapping[str, Sequence[Source]]
+    encodings: Mapping[str, Encoding]
+    tokens: TokenStore
+    tokenizer: PreTrainedTokenizerBase
+    settings: AnswersConfig
+    left_out: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self._heldout = {_cut(document).tobytes() for document in self.tokens.heldout_documents()}
 
     def chosen(self) -> list[AnsweredPrompt]:
         """Return the round's training prompts, then the held-out ones. Raises `UserError` if one
         of both has none."""
         prompts = [*self._train(), *self._heldout_prompts()]
         reasons = ", ".join(f"{count}: {reason}" for reason, count in self.left_out.most_common(3))
-        for split in ("train", "heldout"):
+        for split in ("train", "heldout") if self.settings.prompts_per_round else ("heldout",):
             if not any(prompt.split == split for prompt in prompts):
                 raise setting_error(
                     "answers.round",
-                    self._settings.round,
+                    self.settings.round,
                     f"no row of data.{split} has a prompt that can be answered ({reasons})",
                     "Give rows with a prompt and an answer (columns prompt and completion, or "
-                    "messages), raise data.seq_len, or lower answers.max_new_tokens",
+                    "messages) and data.loss_on: completions, raise data.seq_len, or lower "
+                    "answers.max_new_tokens",
                 )
         return prompts
 
     def _train(self) -> Iterator[AnsweredPrompt]:
         rows = self._rows("train")
-        count = min(self._settings.prompts_per_round, len(rows))
-        for number in _row_numbers(self._settings, len(rows), count=count):
+        count = min(self.settings.prompts_per_round, len(rows))
+        for number in _row_numbers(self.settings, len(rows), count=count):
             try:
                 yield self._prompt("train", rows[number], wants_heldout=False)
             except RowError as error:
                 self.left_out[str(error).split(":")[0]] += 1
 
     def _heldout_prompts(self) -> Iterator[AnsweredPrompt]:
-        split = "heldout" if "heldout" in self._splits else "train"
-        rows, remaining = self._rows(split), self._settings.heldout_prompts
-        for number in drawn(len(rows), total=len(rows), seed=self._settings.seed).tolist():
+        split = "heldout" if "heldout" in self.splits else "train"
+        rows, remaining = self._rows(split), self.settings.heldout_prompts
+        for number in drawn(len(rows), total=len(rows), seed=self.settings.seed).tolist():
             if not remaining:
                 return
             try:
@@ -84,7 +83,7 @@ class Prompts:
 
     def _rows(self, split: str) -> list[ReadRow]:
         rows: list[ReadRow] = []
-        for number, source in enumerate(self._splits[split]):
+        for number, source in enumerate(self.splits[split]):
             for file in source.files:
                 chunks = read_chunks(file.path, setting=f"data.{split}", file_type=file.file_type)
                 rows += ((number, file.file, row) for chunk in chunks for row in chunk.rows())
@@ -97,23 +96,24 @@ class Prompts:
         source, file, content = row
         if isinstance(content, BrokenRow):
             raise RowError(content.reason)
-        files_split = split if split in self._splits else "train"
-        begun = beginning(self._encodings[files_split])(source, content)
+        files_split = split if split in self.splits else "train"
+        begun = beginning(self.encodings[files_split])(source, content)
         encoded = begun.encode()[-1]
         ids = _cut((encoded.ids, encoded.mask))
         if len(ids) < 2:
             raise RowError(NO_PROMPT)
         if (ids.tobytes() in self._heldout) != wants_heldout:
             raise RowError(HELDOUT)
-        if len(ids) > self._room:
+        if len(ids) > self.tokens.seq_len - self.settings.max_new_tokens:
             raise RowError(TOO_LONG)
+        values = json.dumps(content.value, default=str)
         return AnsweredPrompt(
             split=split,
             file=file,
             row=content.number,
-            values=json.loads(json.dumps(_plain(content.value), default=str)),
+            values=json.loads(values, parse_constant=lambda _: None),  # NaN and infinities
             prompt=ids.tolist(),
-            text=str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=True)),
+            text=str(self.tokenizer.decode(ids.tolist(), skip_special_tokens=True)),
         )
 
 
@@ -124,7 +124,7 @@ def _cut(document: Document) -> Any:
         return ids
     last = len(mask) - 1 - int(np.argmax(mask[::-1]))
     gaps = np.flatnonzero(~mask[:last])
-    return np.ascontiguousarray(ids[: int(gaps[-1]) + 1], dtype=np.uint32)
+    return np.ascontiguousarray(ids[: int(gaps[-1]) + 1 if len(gaps) else 0], dtype=np.uint32)
 
 
 def _row_numbers(settings: AnswersConfig, rows: int, *, count: int) -> Iterator[int]:
@@ -136,23 +136,3 @@ def _row_numbers(settings: AnswersConfig, rows: int, *, count: int) -> Iterator[
         if number not in orders:
             orders[number] = drawn(rows, total=rows, seed=[settings.seed, number])
         yield int(orders[number][at])
-
-
-def _plain(value: Any) -> Any:
-    """Return a row's values without numbers that JSON lacks."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def refuse_texts(encodings: Mapping[str, Encoding]) -> None:
-    """Raise `UserError` for rows that ask for no answer."""
-    for split, encoding in encodings.items():
-        if "text" in encoding.formats:
-            raise UserError(
-                f"data.{split}: its rows are texts, and answers are sampled to prompts. Give rows "
-                "with a prompt and an answer (columns prompt and completion, or messages), or "
-                "remove rewards.functions."
-            )

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -24,15 +25,8 @@ from workflow.lib.system.limits import RETURN_S, BoundedWork
 
 START_S = 120.0  # for a process to import the functions
 Numbers = dict[str, float]
-
-
-@dataclass(frozen=True)
-class Call:
-    """The arguments of reward functions: texts of prompt and answer, and the row by column."""
-
-    prompt: str
-    answer: str
-    row: Mapping[str, Any]
+# Arguments of reward functions: texts of prompt and answer, and the row by column.
+Call = tuple[str, str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -61,20 +55,24 @@ def score(
         def scored(call: Call) -> Scored:
             worker = idle.get()
             try:
-                result = worker.score(call)
+                return worker.score(call)
             finally:
                 idle.put(worker)
-            on_scored(1)
-            return result
 
-        try:
-            with ThreadPoolExecutor(len(workers)) as pool:
-                results = list(pool.map(scored, calls))
-        finally:
-            for worker in workers:
-                worker.end()
-        printed = "".join(worker.printed() for worker in workers)
-    return results, printed
+        results = []
+        with ThreadPoolExecutor(len(workers)) as pool:
+            try:
+                for result in pool.map(scored, calls):
+                    results.append(result)
+                    on_scored(1)
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
+                for worker in workers:
+                    worker.end()
+        return results, "".join(worker.printed() for worker in workers)
+
+
+Running = tuple[BaseProcess, Connection]
 
 
 class _Worker:
@@ -82,8 +80,7 @@ class _Worker:
 
     def __init__(self, settings: RewardsConfig, output: Path) -> None:
         self._settings, self._output = settings, output
-        self._process: multiprocessing.process.BaseProcess | None = None
-        self._connection: Connection | None = None
+        self._running: Running | None = None
 
     def score(self, call: Call) -> Scored:
         scored = Scored()
@@ -97,46 +94,43 @@ class _Worker:
 
     def _ask(self, name: str, call: Call) -> Numbers | str:
         """Return the numbers of a function, or why there are none."""
-        if self._process is None:
-            self._start()
-        assert self._connection is not None, "a started process has a connection"
+        process, connection = self._running = self._running or self._started()
         try:
-            self._connection.send((name, call.prompt, call.answer, call.row))
+            connection.send((name, *call))
             # its own bounds come first
-            if self._connection.poll(self._settings.seconds + RETURN_S):
-                answer: Numbers | str = self._connection.recv()
+            if connection.poll(self._settings.seconds + RETURN_S):
+                answer: Numbers | str = connection.recv()
                 return answer
             reason = f"takes more than rewards.seconds = {self._settings.seconds:g}"
         except (EOFError, OSError):
-            assert self._process is not None, "it was started"
-            self._process.join()
-            reason = f"ended its process (exit status {self._process.exitcode})"
+            process.join()
+            reason = f"ended its process (exit status {process.exitcode})"
         self.end()
         return reason
 
-    def _start(self) -> None:
+    def _started(self) -> Running:
         context = multiprocessing.get_context("spawn")
-        self._connection, other = context.Pipe()
-        self._process = context.Process(
-            target=_serve, args=(other, self._settings, self._output), daemon=True
-        )
-        self._process.start()
+        connection, other = context.Pipe()
+        arguments = other, self._settings, self._output
+        process = context.Process(target=_serve, args=arguments, daemon=True)
+        process.start()
         other.close()
+        self._running = process, connection
         try:
-            failure = self._connection.recv() if self._connection.poll(START_S) else "is not ready"
+            failure = connection.recv() if connection.poll(START_S) else "is not ready"
         except EOFError:
             failure = "the process of the reward functions ended at its start"
         if failure is not None:
-            self.end()
             raise UserError(f"rewards.functions: {failure}")
+        return self._running
 
     def end(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.join()
-        if self._connection is not None:
-            self._connection.close()
-        self._process = self._connection = None
+        if self._running is not None:
+            process, connection = self._running
+            process.kill()
+            process.join()
+            connection.close()
+            self._running = None
 
     def printed(self) -> str:
         return self._output.read_text(errors="replace")[:200] if self._output.exists() else ""

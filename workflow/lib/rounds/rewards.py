@@ -10,6 +10,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from workflow.lib.artifacts.records import Record
+from workflow.lib.evaluation.intervals import Estimate, signed_ratio
 from workflow.lib.rounds.answers import Answer, AnsweredPrompt
 from workflow.lib.settings.config import RewardsConfig
 from workflow.lib.system.errors import UserError
@@ -92,6 +93,11 @@ def heldout_gains(first: Sequence[RewardLine], lines: Sequence[RewardLine]) -> l
     )
     pairs = zip(*both, strict=True)
     return [after - before for before, after in pairs if None not in (before, after)]
+
+
+def mean_of(values: Sequence[float]) -> Estimate | None:
+    """Return the mean of prompts with its interval; None without any."""
+    return signed_ratio(values, [1.0] * len(values)) if values else None
 
 
 def equal_groups(lines: Sequence[RewardLine]) -> tuple[int, int]:

@@ -170,6 +170,11 @@ class RunConfig(Sections):
         return bool(self.rewards.functions)
 
     @property
+    def serves_answers(self) -> bool:
+        """Whether vLLM samples them."""
+        return self.samples and self.answers.sampler == "vllm"
+
+    @property
     def served(self) -> Served:
         """The served model, which the verdict is about."""
         if self.evaluate.served != "auto":
@@ -395,6 +400,8 @@ def _fault_of_rounds(run: RunConfig) -> str | None:
             f"rewards.functions: train.objective = {objective} does not train on sampled answers. "
             f"Set one of {', '.join(SAMPLING)}, or remove the functions"
         )
+    elif not run.answers.prompts_per_round:
+        return "answers.prompts_per_round = 0: a round trains on prompts. Set at least 1"
     elif most >= run.data.seq_len:
         return (
             f"answers.max_new_tokens = {most}: a row has data.seq_len = {run.data.seq_len} tokens, "

@@ -21,13 +21,15 @@ class AnswersConfig(Section):
 
     affects: ClassVar = Affects("result", stages=("sample_answers",))
 
+    sampler: Literal["engine", "vllm"] = "engine"
+    """engine: on the base of the training; vllm (`make serving`): the adapter on the original."""
     per_prompt: Annotated[int, PLANNED] = Field(8, ge=2, le=1024)
     """Answers to a prompt."""
-    prompts_per_round: Annotated[int, PLANNED] = Field(64, ge=1, le=65_536)
+    prompts_per_round: Annotated[int, PLANNED] = Field(64, ge=0, le=65_536)
     """Prompts of a round: the next ones of the training rows, in an order by `seed`."""
     heldout_prompts: int = Field(32, ge=1, le=65_536)
-    """Held-out prompts, the same in every round. Their rewards compare rounds; no run trains on
-    them."""
+    """Held-out prompts, the same before every round and after the last. Their rewards compare
+    rounds; no run trains on them."""
     max_new_tokens: Annotated[int, PLANNED] = Field(256, ge=1, le=131_072)
     """Longest answer, tokens. A prompt that leaves less room in `data.seq_len` is left out."""
     temperature: float = Field(1.0, gt=0.0, le=100.0)
@@ -38,7 +40,7 @@ class AnswersConfig(Section):
     """Texts that end an answer, beside the tokens that end trained turns."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Seed of prompts and answers. Batches and restarts do not change an answer."""
-    round: int = Field(1, ge=1, le=MOST_ROUNDS)
+    round: int = Field(1, ge=1, le=MOST_ROUNDS + 1)
     """Number of the round, which decides its prompts; `rounds` sets it."""
 
 
@@ -62,12 +64,8 @@ class RewardFunction(Section):
     @model_validator(mode="after")
     def _is_shipped_or_in_a_file(self) -> "RewardFunction":
         path, colon, name = self.function.rpartition(":")
-        if colon and (not path.endswith(".py") or not name.isidentifier()):
-            raise ValueError(
-                f"function = {self.function}: a function of your own is named by its file and its "
-                "name. Write path.py:name"
-            )
-        if not colon and self.function not in SHIPPED:
+        is_own = bool(colon) and path.endswith(".py") and name.isidentifier()
+        if not is_own and self.function not in SHIPPED:
             raise ValueError(
                 f"function = {self.function}: no such function is shipped. Name one of "
                 f"{', '.join(SHIPPED)}, or your own as path.py:name"

@@ -80,7 +80,7 @@ def _lacks_torchvision(_: Run, model: ServedModel | None) -> str | None:
 
 def _compute_dtype(run: Run, model: ServedModel | None) -> str | None:
     form = FORMS[run.served]
-    if model is None or model.compute_dtype in form.vllm:
+    if model is None or model.compute_dtype in form.vllm or run.export.serve != "vllm":
         return None
     return f"{form.label} in {model.compute_dtype}"
 
@@ -118,21 +118,23 @@ CURES = {
     "to none",
     "gguf": "Set export.merged to true and gguf_of to [merged], or change it",
 }
+CURE_OF_SAMPLING = "Change it, or set answers.sampler to engine"
 
 
 def first_limit(run: Run, model: ServedModel | None = None) -> str | None:
     """Return the first limit that is in a run's way, in words."""
-    adapter = {
-        "vllm": FORMS[run.served].adapter is not None,
-        "gguf": "adapter" in run.export.gguf_of,
+    export, contents = run.export, ", ".join(run.export.gguf_of)
+    # whether a setting starts a server, and whether it has the adapter as such
+    used = {
+        "export.serve = vllm": (export.serve == "vllm", FORMS[run.served].adapter is not None),
+        f"export.gguf_of = {contents}": (bool(export.gguf), "adapter" in export.gguf_of),
+        "answers.sampler = vllm": (run.serves_answers, True),
     }
-    used = {"vllm": run.export.serve == "vllm", "gguf": bool(run.export.gguf)}
-    settings = {
-        "vllm": "export.serve = vllm",
-        "gguf": f"export.gguf_of = {', '.join(run.export.gguf_of)}",
-    }
-    for server, adapter_only, reason, find_cause, cure in LIMITS:
-        relevant = used[server] and (adapter[server] or not adapter_only)
-        if relevant and (cause := find_cause(run, model)) is not None:
-            return f"{settings[server]}: {reason}: {cause}. {cure or CURES[server]}"
+    for setting, (starts, has_adapter) in used.items():
+        server = "gguf" if "gguf" in setting else "vllm"
+        for limit in LIMITS:
+            relevant = starts and limit.server == server and (has_adapter or not limit.adapter_only)
+            if relevant and (cause := limit.cause(run, model)) is not None:
+                cure = CURE_OF_SAMPLING if "sampler" in setting else limit.cure or CURES[server]
+                return f"{setting}: {limit.reason}: {cause}. {cure}"
     return None

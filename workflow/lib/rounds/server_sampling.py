@@ -1,0 +1,45 @@
+"""Sampling of answers by vLLM, with a request for each answer, as each has a seed of its own."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from workflow.lib.evaluation.vllm_server import VllmServer
+from workflow.lib.rounds.generation import Ends, Request, Sampled
+from workflow.lib.settings.rounds import AnswersConfig
+
+AT_ONCE = 256  # answers in a batch, vLLM's own default on one GPU
+
+
+def sample_served(
+    server: VllmServer,
+    requests: Sequence[Request],
+    settings: AnswersConfig,
+    *,
+    model: str,
+    ends: Ends,
+    on_answers: Callable[[int, int], None],
+) -> list[Sampled]:
+    """Return an answer for each request, as `generation.sample` does. model: `BASE`, or the name of
+    an adapter. Raises `UserError` if the server ends."""
+
+    def sampled(request: Request) -> Sampled:
+        ids, log_probs = server.sampled(
+            request.prompt,
+            model=model,
+            most=settings.max_new_tokens,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            seed=request.key >> 65,  # of 63 bits
+            stop_token_ids=ends.ids,
+            stop=settings.stop,
+        )
+        return ends.cut(ids, log_probs)
+
+    answers, pool = [], ThreadPoolExecutor(AT_ONCE)
+    try:
+        for answer in pool.map(sampled, requests):
+            on_answers(1, len(answer.ids))
+            answers.append(answer)
+    finally:  # of an interrupted stage the server ends first, and with it the requests
+        pool.shutdown(wait=False, cancel_futures=True)
+    return answers
