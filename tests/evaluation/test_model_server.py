@@ -15,7 +15,7 @@ from tests.support import fake_vllm
 from tests.support.fake_vllm import fake_python
 from workflow.lib.evaluation.llama_cpp_server import LlamaCppServer, LlamaCppStart
 from workflow.lib.evaluation.model_server import BASE, running
-from workflow.lib.evaluation.vllm_server import VllmServer, VllmStart, rank_slots
+from workflow.lib.evaluation.vllm_server import VllmServer, VllmStart
 from workflow.lib.system.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +26,7 @@ def start(tmp_path, monkeypatch):
     """How `fake_vllm` is started; its processes are in the file `pids`."""
     monkeypatch.setenv("FAKE_VLLM_PIDS", str(tmp_path / "pids"))
     return VllmStart(
-        fake_python(tmp_path), tmp_path, tmp_path, "float32", 64, max_lora_rank=8, gpus=0
+        fake_python(tmp_path), tmp_path, tmp_path, "float32", 64, adapter={"r": 8}, gpus=0
     )
 
 
@@ -117,9 +117,9 @@ def test_file_that_llama_cpp_cannot_read_is_told_in_its_words(tmp_path):
 
 
 @pytest.mark.parametrize(("rank", "slots"), [(1, 8), (8, 8), (9, 16), (24, 32), (512, 512)])
-def test_slots_of_a_rank_are_a_power_of_two(rank, slots):
-    assert rank_slots({"r": rank, "rank_pattern": {}}) == slots
-    assert rank_slots({"r": 1, "rank_pattern": {"q_proj": rank}}) == slots
+def test_slots_of_a_rank_are_a_power_of_two(start, rank, slots):
+    for adapter in ({"r": rank, "rank_pattern": {}}, {"r": 1, "rank_pattern": {"q_proj": rank}}):
+        assert replace(start, adapter=adapter).max_lora_rank == slots
 
 
 def test_files_of_the_server_are_in_its_folder_which_is_removed(start, tmp_path):
@@ -131,16 +131,17 @@ def test_files_of_the_server_are_in_its_folder_which_is_removed(start, tmp_path)
 
 
 def test_adapter_on_experts_is_announced_with_the_option_and_the_request(start, tmp_path):
-    start = replace(start, on_experts=True)
+    adapter = {"r": 8, "target_parameters": ["mlp.experts.down_proj"]}
+    start = replace(start, adapter=adapter)
     assert "--enable-mixed-moe-lora-format" in start.command(tmp_path)
     with running(VllmServer, start) as server:
-        server.load_adapter("adapter", tmp_path, on_experts=True)
+        server.load_adapter("adapter", tmp_path, adapter)
         with pytest.raises(UserError, match="contains fused 3D MoE weights"):
             server.load_adapter("adapter", tmp_path)
 
 
 def test_server_on_the_cpu_runs_eagerly_and_on_gpus_over_all(start, tmp_path):
     assert "--enforce-eager" in start.command(tmp_path)
-    command = replace(start, gpus=2, max_lora_rank=None).command(tmp_path)
+    command = replace(start, gpus=2, adapter=None).command(tmp_path)
     assert command[command.index("--tensor-parallel-size") + 1] == "2"
     assert not {"--enforce-eager", "--enable-lora"} & {*command}

@@ -181,7 +181,7 @@ def test_rows_that_the_split_holds_out_are_heldout_prompts_and_never_trained(fol
     assert (len(trained), len(held)) == (53 - len(heldout), 4)
     assert held < heldout
     assert not trained & heldout
-    assert f"{len(heldout)} rows of this round are left out: held out" in done.stderr
+    assert f"{len(heldout)} rows of this round are left out: of the heldout split" in done.stderr
 
 
 SHARDS = {"per_prompt": 64, "max_new_tokens": 3}  # three shards, of 512 answers at most

@@ -87,7 +87,7 @@ def test_adapter_and_template_that_vllm_serves_otherwise_are_noticed(exported, t
     save_file(zeroed, partial / "adapter_model.safetensors", metadata={"format": "pt"})
     other = shutil.copytree(exported / "adapter", tmp_path / "other")
     (other / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-    options = {"dtype": "float32", "max_tokens": questions.longest, "max_lora_rank": 8, "gpus": 0}
+    options = {"dtype": "float32", "max_tokens": questions.longest, "adapter": {"r": 8}, "gpus": 0}
     start = VllmStart(Path(SERVING), exported / "model", tokenizer=other, **options)
     with running(VllmServer, start) as server:
         server.load_adapter(ADAPTER, partial)
@@ -115,7 +115,7 @@ def test_adapters_of_a_sweep_are_served_on_one_base(exported, tmp_path):
     for name, changes in SWEEP.items():
         random_adapter(stock(exported, "original"), **changes).save_pretrained(tmp_path / name)
     documents = TokenStore.open(exported / "tokens").heldout_documents()[:2]
-    options = {"dtype": "float32", "max_tokens": 256, "max_lora_rank": 16, "gpus": 0}
+    options = {"dtype": "float32", "max_tokens": 256, "adapter": {"r": 16}, "gpus": 0}
     start = VllmStart(Path(SERVING), exported / "model", exported / "adapter", **options)
     with running(VllmServer, start) as server:
         for name in SWEEP:

@@ -39,7 +39,7 @@ from workflow.lib.evaluation.served_checks import (
     ask,
     check_prompts,
 )
-from workflow.lib.evaluation.vllm_server import VllmServer, VllmStart, rank_slots
+from workflow.lib.evaluation.vllm_server import VllmServer, VllmStart
 from workflow.lib.export.adapter_files import check_conversations
 from workflow.lib.export.stock_models import load_options
 from workflow.lib.model.backends import choose_device
@@ -68,7 +68,7 @@ def main(args: argparse.Namespace) -> None:
         server_name = f"{server.name} {server.version}"
         logger.info("%s serves %s in %s", server_name, FORMS[served.name].label, trial.dtype)
         if isinstance(server, VllmServer) and served.adapter is not None:
-            server.load_adapter(ADAPTER, served.adapter.folder, on_experts=trial.on_experts)
+            server.load_adapter(ADAPTER, served.adapter.folder, served.adapter.config)
         tokenizer = load_tokenizer(served.exported)
         check_conversations(served.exported, probes(args.tokens))
         prompts = check_prompts(server, tokenizer, probes(args.tokens))
@@ -126,7 +126,6 @@ class Trial:
     dtype: str
     bound: float
     max_lora_rank: int | None = None
-    on_experts: bool = False  # an adapter with a part for each expert
 
 
 def server_questions(
@@ -157,19 +156,16 @@ def in_gguf(args: argparse.Namespace, served: ServedModel, questions: ServerQues
 def in_vllm(args: argparse.Namespace, served: ServedModel, questions: ServerQuestions) -> Trial:
     parity = read_record(args.parity, Parity)
     adapter = served.adapter
-    rank = None if adapter is None else rank_slots(adapter.config)
-    on_experts = bool(adapter and adapter.config.get("target_parameters"))
     start = VllmStart(
         python=args.python,
         model=served.weights.folder,
         tokenizer=served.exported,
         dtype=parity.compute_dtype,
         max_tokens=questions.longest,
-        max_lora_rank=rank,
-        on_experts=on_experts,
+        adapter=None if adapter is None else adapter.config,
         gpus=len(visible_gpus()) if choose_device().type == "cuda" else 0,
     )
-    return Trial(VllmServer, start, parity.compute_dtype, 2 * parity.tolerance, rank, on_experts)
+    return Trial(VllmServer, start, start.dtype, 2 * parity.tolerance, start.max_lora_rank)
 
 
 def probes(tokens: Path) -> list[Probe]:

@@ -36,7 +36,7 @@ from workflow.lib.distributed.work_sharing import (
 from workflow.lib.evaluation.evaluated_models import Loading, files_of, source_files
 from workflow.lib.evaluation.model_server import BASE, QUIET_S, running
 from workflow.lib.evaluation.served_checks import ADAPTER
-from workflow.lib.evaluation.vllm_server import VllmServer, VllmStart, rank_slots
+from workflow.lib.evaluation.vllm_server import VllmServer, VllmStart
 from workflow.lib.export.adapter_files import end_token_ids
 from workflow.lib.export.stock_models import load_options
 from workflow.lib.model.backends import choose_device
@@ -97,13 +97,13 @@ def work(args: argparse.Namespace, process: Process, settings: AnswersConfig) ->
         conversations = read_record(args.tokens / MANIFEST, ConversationFacts)
         ends = Ends(end_token_ids(model, conversations), settings.stop, tokenizer)
         process.pulse.phase("loading the model", least_s=FIRST_PASS_S)
-        with SAMPLERS[settings.sampler](args, process, model, ends, options) as sampler:
+        with SAMPLERS[settings.sampler](args, process, ends, options) as sampler:
             sample_shards(process, writer, pending, settings, sampler, tokenizer)
     if process.is_main:
         manifest = writer.finish(
             sampler=f"{settings.sampler}, {process.device.type}",
             model_files=model_files,
-            left_out=prompts.left_out,
+            left_out=prompts.left_out["train"],
         )
         logger.info(
             "%d prompts with %d answers each, %d tokens; answers cut at answers.max_new_tokens: %d",
@@ -116,7 +116,7 @@ def work(args: argparse.Namespace, process: Process, settings: AnswersConfig) ->
                 "kept as sampled, and their text shows \ufffd",
                 manifest.unreadable,
             )
-        for reason, count in prompts.left_out.most_common():
+        for reason, count in prompts.left_out["train"].most_common():
             logger.info("%d rows of this round are left out: %s", count, reason)
 
 
@@ -135,15 +135,11 @@ def find_prompts(
 
 @contextmanager
 def engine(
-    args: argparse.Namespace,
-    process: Process,
-    model: Checkpoint,
-    ends: Ends,
-    options: dict[str, Any],
+    args: argparse.Namespace, process: Process, ends: Ends, options: dict[str, Any]
 ) -> Iterator[Sampler]:
     """Load the base with the adapter; each process samples its share."""
     adapter = Adapter(args.start) if args.start else None
-    loaded = Loading(options, process.shards).model(model, adapter)
+    loaded = Loading(options, process.shards).model(Checkpoint(args.base), adapter)
 
     def sampler(requests: list[Request], **how: Any) -> list[Sampled]:
         compute = partial(sample, loaded, ends=ends, device=process.device, **how)
@@ -154,25 +150,19 @@ def engine(
 
 @contextmanager
 def vllm(
-    args: argparse.Namespace,
-    process: Process,
-    model: Checkpoint,
-    ends: Ends,
-    options: dict[str, Any],
+    args: argparse.Namespace, process: Process, ends: Ends, options: dict[str, Any]
 ) -> Iterator[Sampler]:
     """Start vLLM with the adapter on the original, on all GPUs."""
     adapter = Adapter(args.start) if args.start else None
     settings = AnswersConfig.model_validate(args.config["answers"])
-    on_experts = bool(adapter and adapter.config.get("target_parameters"))
     start = VllmStart(
         python=args.python,
-        model=model.folder,
+        model=args.model,
         tokenizer=args.tokenizer,
         dtype=str(options["compute_dtype"]).removeprefix("torch."),
         max_tokens=DataConfig.model_validate(args.config["data"]).seq_len,
-        max_lora_rank=None if adapter is None else rank_slots(adapter.config),
+        adapter=None if adapter is None else adapter.config,
         gpus=len(visible_gpus()) if process.device.type == "cuda" else 0,
-        on_experts=on_experts,
         at_once=AT_ONCE,
         quiet_s=QUIET_S + settings.max_new_tokens,  # a second per token of an answer
         setting="answers.sampler",
@@ -181,7 +171,7 @@ def vllm(
     with running(VllmServer, start) as server:
         logger.info("%s %s samples in %s", server.name, server.version, start.dtype)
         if adapter is not None:
-            server.load_adapter(ADAPTER, adapter.folder, on_experts=on_experts)
+            server.load_adapter(ADAPTER, adapter.folder, adapter.config)
         name = BASE if adapter is None else ADAPTER
         yield partial(sample_served, server, model=name, ends=ends)
 

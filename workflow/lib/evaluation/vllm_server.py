@@ -15,26 +15,24 @@ LOAD = "/v1/load_lora_adapter"
 MIXED_EXPERTS = "--enable-mixed-moe-lora-format"
 
 
-def rank_slots(adapter_config: Mapping[str, Any]) -> int:
-    """Return the server's `--max-lora-rank` for PEFT's adapter: a power of two of its list."""
-    ranks = [adapter_config["r"], *(adapter_config.get("rank_pattern") or {}).values()]
-    return int(max(8, 2 ** (max(ranks) - 1).bit_length()))
+def on_experts(adapter: Mapping[str, Any] | None) -> bool:
+    """Whether PEFT's adapter has a part for each expert."""
+    return bool(adapter and adapter.get("target_parameters"))
 
 
 @dataclass(frozen=True)
 class VllmStart:
-    """vLLM's start. python: of its environment; max_lora_rank: None without adapters;
-    on_experts: adapters have a part for each expert; gpus: 0 on the CPU; at_once: most rows of a
-    batch; quiet_s: bound of its silence, seconds."""
+    """vLLM's start. python: of its environment; adapter: PEFT's settings of the largest one, None
+    without adapters; gpus: 0 on the CPU; at_once: most rows of a batch; quiet_s: bound of its
+    silence, seconds."""
 
     python: Path
     model: Path
     tokenizer: Path
     dtype: str
     max_tokens: int
-    max_lora_rank: int | None
+    adapter: Mapping[str, Any] | None
     gpus: int
-    on_experts: bool = False
     # with several, 0.32 cannot compute log-probabilities of prompts with an adapter
     at_once: int = 1
     quiet_s: float = QUIET_S
@@ -51,6 +49,14 @@ class VllmStart:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
+
+    @property
+    def max_lora_rank(self) -> int | None:
+        """The server's `--max-lora-rank`: a power of two of its list."""
+        if self.adapter is None:
+            return None
+        ranks = [self.adapter["r"], *(self.adapter.get("rank_pattern") or {}).values()]
+        return int(max(8, 2 ** (max(ranks) - 1).bit_length()))
 
     def command(self, address: Path) -> list[str]:
         """Return the command of a server that listens on the socket `address`."""
@@ -70,7 +76,7 @@ class VllmStart:
         if self.max_lora_rank is not None:
             options |= {"--max-lora-rank": self.max_lora_rank, "--max-cpu-loras": 16}
             flags.append("--enable-lora")
-        if self.on_experts:
+        if on_experts(self.adapter):
             flags.append(MIXED_EXPERTS)
         if self.gpus:
             options["--tensor-parallel-size"] = self.gpus
@@ -90,7 +96,10 @@ class VllmServer(ModelServer):
     def version(self) -> str:
         return str(self.ask("GET", "/version")["version"])
 
-    def load_adapter(self, name: str, folder: Path, *, on_experts: bool = False) -> None:
+    def load_adapter(
+        self, name: str, folder: Path, adapter: Mapping[str, Any] | None = None
+    ) -> None:
+        """Load an adapter with these settings, which tell whether it has a part for each expert."""
         # to it an adapter that its worker refuses is a failure, too
         self.ask(
             "POST",
@@ -98,7 +107,7 @@ class VllmServer(ModelServer):
             refusing=True,
             lora_name=name,
             lora_path=str(folder.resolve()),
-            is_3d_lora_weight=on_experts,
+            is_3d_lora_weight=on_experts(adapter),
         )
 
     def text_ids(self, text: str) -> list[int]:
@@ -113,26 +122,18 @@ class VllmServer(ModelServer):
     def log_probabilities(
         self, ids: Sequence[int], positions: Sequence[int], *, model: str
     ) -> list[float]:
-        log_probs = self._continued(ids, model, max_tokens=1, prompt_logprobs=0)["prompt_logprobs"]
+        log_probs = self.continued(ids, model, max_tokens=1, prompt_logprobs=0)["prompt_logprobs"]
         return [float(log_probs[position][str(ids[position])]["logprob"]) for position in positions]
 
     def answer(
         self, prompt: Sequence[int], *, model: str, most: int, stop_ids: Sequence[int]
     ) -> list[int]:
         how = {"max_tokens": most, "stop_token_ids": stop_ids, "return_token_ids": True}
-        return list(self._continued(prompt, model, **how)["token_ids"])
+        return list(self.continued(prompt, model, **how)["token_ids"])
 
-    def sampled(
-        self, prompt: Sequence[int], *, model: str, most: int, **how: Any
-    ) -> tuple[list[int], list[float]]:
-        """Return a sampled continuation as `answer` does, and log p, nats, of its tokens before
-        temperature and top_p. how: temperature, top_p, seed, stop_token_ids, stop."""
-        choice = self._continued(
-            prompt, model, max_tokens=most, logprobs=0, return_token_ids=True, **how
-        )
-        return list(choice["token_ids"]), list(choice["logprobs"]["token_logprobs"])
-
-    def _continued(self, prompt: Sequence[int], model: str, **how: Any) -> dict[str, Any]:
+    def continued(self, prompt: Sequence[int], model: str, **how: Any) -> dict[str, Any]:
+        """Return the first choice of a completion, by default greedy. Log-probabilities are those
+        before temperature and top_p."""
         how = {"temperature": 0.0} | how
         answer = self.ask("POST", "/v1/completions", prompt=prompt, model=model, **how)
         return dict(answer["choices"][0])

@@ -5,8 +5,8 @@ out, by the tokens of their prompts, are no training prompts."""
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -24,62 +24,59 @@ from workflow.lib.settings.rounds import AnswersConfig
 from workflow.lib.system.errors import setting_error
 
 TOO_LONG = "prompt leaves less room than answers.max_new_tokens"
-HELDOUT, NO_PROMPT = "held out", "no prompt before the answer"
+NO_PROMPT = "no prompt before the answer"
+Split = Literal["train", "heldout"]
 ReadRow = tuple[int, str, Row | BrokenRow]
 
 
 @dataclass
 class Prompts:
-    """Chooses prompts of the rows of both splits. left_out: training rows of the round without a
-    prompt, by reason."""
+    """Chooses prompts of the rows of both splits. left_out: of each split rows that were tried and
+    have none, by reason."""
 
     splits: Mapping[str, Sequence[Source]]
     encodings: Mapping[str, Encoding]
     tokens: TokenStore
     tokenizer: PreTrainedTokenizerBase
     settings: AnswersConfig
-    left_out: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
+        self.left_out: dict[str, Counter[str]] = {"train": Counter(), "heldout": Counter()}
         self._heldout = {_cut(document).tobytes() for document in self.tokens.heldout_documents()}
 
     def chosen(self) -> list[AnsweredPrompt]:
-        """Return the round's training prompts, then the held-out ones. Raises `UserError` if one
-        of both has none."""
-        prompts = [*self._train(), *self._heldout_prompts()]
-        reasons = ", ".join(f"{count}: {reason}" for reason, count in self.left_out.most_common(3))
-        for split in ("train", "heldout") if self.settings.prompts_per_round else ("heldout",):
-            if not any(prompt.split == split for prompt in prompts):
-                raise setting_error(
-                    "answers.round",
-                    self.settings.round,
-                    f"no row of data.{split} has a prompt that can be answered ({reasons})",
-                    "Give rows with a prompt and an answer (columns prompt and completion, or "
-                    "messages) and data.loss_on: completions, raise data.seq_len, or lower "
-                    "answers.max_new_tokens",
-                )
-        return prompts
+        """Return the round's training prompts, if it trains, then the held-out ones. Raises
+        `UserError` if one of both has none."""
+        train = self._of("train", _train_rows) if self.settings.prompts_per_round else []
+        return train + self._of("heldout", _heldout_rows, most=self.settings.heldout_prompts)
 
-    def _train(self) -> Iterator[AnsweredPrompt]:
-        rows = self._rows("train")
-        count = min(self.settings.prompts_per_round, len(rows))
-        for number in _row_numbers(self.settings, len(rows), count=count):
+    def _of(
+        self,
+        split: Split,
+        numbers: Callable[[AnswersConfig, int], Iterable[int]],
+        most: int | None = None,
+    ) -> list[AnsweredPrompt]:
+        """Return at most so many prompts of the rows with these numbers."""
+        rows = self._rows(split if split in self.splits else "train")
+        left_out, prompts = self.left_out[split], list[AnsweredPrompt]()
+        for number in numbers(self.settings, len(rows)):
             try:
-                yield self._prompt("train", rows[number], wants_heldout=False)
+                prompts.append(self._prompt(split, rows[number]))
             except RowError as error:
-                self.left_out[str(error).split(":")[0]] += 1
-
-    def _heldout_prompts(self) -> Iterator[AnsweredPrompt]:
-        split = "heldout" if "heldout" in self.splits else "train"
-        rows, remaining = self._rows(split), self.settings.heldout_prompts
-        for number in drawn(len(rows), total=len(rows), seed=self.settings.seed).tolist():
-            if not remaining:
-                return
-            try:
-                yield self._prompt("heldout", rows[number], wants_heldout=True)
-                remaining -= 1
-            except RowError:
-                continue
+                left_out[str(error).split(":")[0]] += 1
+            if len(prompts) == most:
+                break
+        if not prompts:
+            reasons = ", ".join(f"{count}: {reason}" for reason, count in left_out.most_common(3))
+            raise setting_error(
+                "answers.round",
+                self.settings.round,
+                f"no row of data.{split} has a prompt that can be answered ({reasons})",
+                "Give rows with a prompt and an answer (columns prompt and completion, or "
+                "messages) and data.loss_on: completions, raise data.seq_len, or lower "
+                "answers.max_new_tokens",
+            )
+        return prompts
 
     def _rows(self, split: str) -> list[ReadRow]:
         rows: list[ReadRow] = []
@@ -89,9 +86,7 @@ class Prompts:
                 rows += ((number, file.file, row) for chunk in chunks for row in chunk.rows())
         return rows
 
-    def _prompt(
-        self, split: Literal["train", "heldout"], row: ReadRow, *, wants_heldout: bool
-    ) -> AnsweredPrompt:
+    def _prompt(self, split: Split, row: ReadRow) -> AnsweredPrompt:
         """Return the prompt of a row; raises `RowError` if it has none of this split."""
         source, file, content = row
         if isinstance(content, BrokenRow):
@@ -102,8 +97,8 @@ class Prompts:
         ids = _cut((encoded.ids, encoded.mask))
         if len(ids) < 2:
             raise RowError(NO_PROMPT)
-        if (ids.tobytes() in self._heldout) != wants_heldout:
-            raise RowError(HELDOUT)
+        if (own := "heldout" if ids.tobytes() in self._heldout else "train") != split:
+            raise RowError(f"of the {own} split")
         if len(ids) > self.tokens.seq_len - self.settings.max_new_tokens:
             raise RowError(TOO_LONG)
         values = json.dumps(content.value, default=str)
@@ -127,8 +122,9 @@ def _cut(document: Document) -> Any:
     return np.ascontiguousarray(ids[: int(gaps[-1]) + 1 if len(gaps) else 0], dtype=np.uint32)
 
 
-def _row_numbers(settings: AnswersConfig, rows: int, *, count: int) -> Iterator[int]:
+def _train_rows(settings: AnswersConfig, rows: int) -> Iterator[int]:
     """Yield the numbers of a round's rows: every round takes the next ones of a shuffled pass."""
+    count = min(settings.prompts_per_round, rows)
     first = (settings.round - 1) * count
     orders: dict[int, Any] = {}
     for position in range(first, first + count):
@@ -136,3 +132,8 @@ def _row_numbers(settings: AnswersConfig, rows: int, *, count: int) -> Iterator[
         if number not in orders:
             orders[number] = drawn(rows, total=rows, seed=[settings.seed, number])
         yield int(orders[number][at])
+
+
+def _heldout_rows(settings: AnswersConfig, rows: int) -> list[int]:
+    numbers: list[int] = drawn(rows, total=rows, seed=settings.seed).tolist()
+    return numbers

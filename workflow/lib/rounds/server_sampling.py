@@ -23,17 +23,17 @@ def sample_served(
     an adapter. Raises `UserError` if the server ends."""
 
     def sampled(request: Request) -> Sampled:
-        ids, log_probs = server.sampled(
+        choice = server.continued(
             request.prompt,
-            model=model,
-            most=settings.max_new_tokens,
-            temperature=settings.temperature,
-            top_p=settings.top_p,
-            seed=request.key >> 65,  # of 63 bits
+            model,
+            **settings.model_dump(include={"temperature", "top_p", "stop"}),
+            max_tokens=settings.max_new_tokens,
             stop_token_ids=ends.ids,
-            stop=settings.stop,
+            seed=request.key >> 65,  # of 63 bits
+            logprobs=0,
+            return_token_ids=True,
         )
-        return ends.cut(ids, log_probs)
+        return ends.cut(choice["token_ids"], choice["logprobs"]["token_logprobs"])
 
     answers, pool = [], ThreadPoolExecutor(AT_ONCE)
     try:
