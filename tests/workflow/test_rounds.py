@@ -129,17 +129,16 @@ def test_rewards_that_are_all_equal_stop_the_run(project):
     assert "Traceback" not in done.output
 
 
-@pytest.mark.parametrize("objective", ["sft", "simpo", "grpo"])
-def test_round_of_equal_rewards_is_trained_until_as_many_as_set_stop_the_run(project, objective):
+def test_round_of_equal_rewards_is_trained_until_as_many_as_set_stop_the_run(project):
     functions = {"short": {"function": "length", "options": {"at_most": 10_000}}}
     rewards = {"functions": functions, "stop_after_equal": 2}
-    train, data = {"objective": objective}, {"seq_len": 64}
-    edit_run(project, rounds=3, train=train, data=data, rewards=rewards)
+    run = {"rounds": 3, "rewards": rewards, "train": {"objective": "grpo"}, "data": {"seq_len": 64}}
+    project.write_settings(project.settings | {"runs": {"equal": run}})
     done = project.snakemake("train")
     assert done.status == 1
     assert "this round teaches nothing" in done.output
     assert "rewards.stop_after_equal = 2: in 2 round(s) in a row the answers" in done.output
-    trained = [project.folder("finetune", f"r-{n}") / "summary.json" for n in (1, 2, 3)]
+    trained = [project.folder("finetune", f"equal-{n}") / "summary.json" for n in (1, 2, 3)]
     assert [path.exists() for path in trained] == [True, False, False], done.output
 
 
