@@ -83,6 +83,7 @@ def test_adapter_without_effect_is_refused(adapter):
         "every B of the adapter is zero: it changes nothing. Train longer (train.max_steps)."
     )
     check_adapter(damaged(zeroed, b=adapter[B]))  # one that is not zero will do
+    check_adapter(zeroed, may_be_zero=True)
 
 
 def test_adapter_without_tensors_is_refused(tmp_path):

@@ -28,6 +28,7 @@ from workflow.lib.export.peft_folder import Trained, write_peft_folder
 from workflow.lib.export.stock_models import load_adapter, load_base, load_options
 from workflow.lib.model.backends import choose_device
 from workflow.lib.settings.config import ExportConfig, RunConfig
+from workflow.lib.settings.objectives import needs_of
 from workflow.lib.system.artifact_files import read_artifact
 from workflow.lib.system.checksums import RecordedFile, listed_files
 from workflow.lib.system.errors import UserError
@@ -42,8 +43,10 @@ def main(args: argparse.Namespace) -> None:
     logits = RecordedFile(args.finetune, "parity.safetensors", summary.parity_sha256)
     check_recorded([*listed_files(args.base), logits])
     original, base = Checkpoint.open(args.model), Checkpoint(args.base)
+    needs = needs_of(summary.settings.train.get("objective", "sft"))
     trained = Trained(
-        read_sharded_adapter(args.finetune / "adapter"),
+        # of a round of equal rewards it may be
+        read_sharded_adapter(args.finetune / "adapter", may_be_zero=needs.examples == "groups"),
         read_artifact(args.finetune / "adapter_config.json"),
     )
     with new_folder(args.output) as folder:

@@ -44,10 +44,12 @@ GENERATION_CONFIG = "generation_config.json"
 NO_TEMPLATE = "{{ raise_exception('The model was trained without a chat template.') }}"
 
 
-def read_sharded_adapter(folder: Path, *, below: str = "") -> dict[str, torch.Tensor]:
+def read_sharded_adapter(
+    folder: Path, *, below: str = "", may_be_zero: bool = False
+) -> dict[str, torch.Tensor]:
     """Return every tensor of a folder of shards whole, on the CPU, by PEFT's name (stored after
-    `below`). Local. Raises `UserError` if it is damaged, without effect (every B zero) or not
-    finite."""
+    `below`). Local. Raises `UserError` if it is damaged, not finite, or without effect (every B
+    zero) unless it `may_be_zero`."""
     try:
         tensors = read_whole(folder, below=below)
     except (OSError, DamagedError) as error:
@@ -55,11 +57,11 @@ def read_sharded_adapter(folder: Path, *, below: str = "") -> dict[str, torch.Te
             f"the sharded adapter in {folder} cannot be read ({error}). Delete the folder "
             f"{folder} and repeat the command; training continues from its last checkpoint."
         ) from None
-    check_adapter(tensors)
+    check_adapter(tensors, may_be_zero=may_be_zero)
     return tensors
 
 
-def check_adapter(tensors: dict[str, torch.Tensor]) -> None:
+def check_adapter(tensors: dict[str, torch.Tensor], *, may_be_zero: bool = False) -> None:
     if not tensors:
         raise UserError("the sharded adapter has no tensors. Train again.")
     for name, tensor in tensors.items():
@@ -67,7 +69,9 @@ def check_adapter(tensors: dict[str, torch.Tensor]) -> None:
             raise UserError(
                 f"adapter tensor {name} is not finite. Lower train.learning_rate and train again."
             )
-    if not any(tensor.any() for name, tensor in tensors.items() if ".lora_B." in name):
+    if not may_be_zero and not any(
+        tensor.any() for name, tensor in tensors.items() if ".lora_B." in name
+    ):
         raise UserError(
             "every B of the adapter is zero: it changes nothing. Train longer (train.max_steps)."
         )
