@@ -11,7 +11,7 @@ from workflow.lib.data.encoding.keys_read import KeyAudit
 from workflow.lib.data.encoding.sample_encoder import Encoded
 from workflow.lib.data.reading.row_chunks import Row
 from workflow.lib.data.tokens.corpus import Corpus
-from workflow.lib.data.tokens.corpus_documents import collect_documents
+from workflow.lib.data.tokens.corpus_documents import Documents
 from workflow.lib.data.tokens.encoded_shards import Shard, encode_rows, read_facts
 from workflow.lib.data.tokens.overlong import Begun
 from workflow.lib.data.tokens.repetition.exchanges import Pieces
@@ -45,8 +45,7 @@ def split_of(folder: Path, name: str, documents: Sequence[Document]) -> Split:
         facts = read_facts(stem)
         shards.append(Shard(stem, 0, first, facts.rows_read, facts.documents, facts.tokens))
     corpus = Corpus(sources=[], files=[], shards=shards, rows_read=len(documents))
-    collected = collect_documents(shards, folder=folder, name=name)
-    return whole_corpus(name, corpus, collected, np.empty(0, dtype=np.int64))
+    return whole_corpus(name, corpus, Documents(shards), np.empty(0, dtype=np.int64))
 
 
 def separate(tokens: int) -> Pieces:

@@ -27,7 +27,7 @@ from workflow.lib.data.tokens.corpus import (
     list_rows,
     open_corpora,
 )
-from workflow.lib.data.tokens.corpus_documents import collect_documents
+from workflow.lib.data.tokens.corpus_documents import Documents
 from workflow.lib.data.tokens.encoded_shards import SHARD_VERSION
 from workflow.lib.data.tokens.encodings import find_encodings
 from workflow.lib.data.tokens.heldout_drops import (
@@ -179,7 +179,7 @@ def prepare_splits(
 
     Raises `UserError` if too many rows are unusable, or no document of a split is left."""
     rejects = rejects_beside(output)
-    train, heldout = make_splits(corpora, settings, listing, work=work)
+    train, heldout = make_splits(corpora, settings, listing)
     if examples == "pairs":
         train, heldout = (replace(split, examples=examples) for split in (train, heldout))
     check_rejected_share(corpora.values(), largest=settings.max_rejected_share, rejects=rejects)
@@ -221,20 +221,12 @@ def prepare_splits(
 
 
 def make_splits(
-    corpora: dict[str, Corpus],
-    settings: DataConfig,
-    listing: Listing,
-    *,
-    work: Path,
+    corpora: dict[str, Corpus], settings: DataConfig, listing: Listing
 ) -> tuple[Split, Split]:
     """Return train and held-out as read, and list dropped rows."""
     parts = [
-        (
-            corpus,
-            collect_documents(corpus.shards, folder=work, name=split),
-            list_rows(corpus, listing),
-        )
-        for split, corpus in corpora.items()
+        (corpus, Documents(corpus.shards), list_rows(corpus, listing))
+        for corpus in corpora.values()
     ]
     if len(parts) == 1:
         return divide(*parts[0], share=settings.heldout_share, seed=settings.seed)

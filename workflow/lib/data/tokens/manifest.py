@@ -16,7 +16,7 @@ from workflow.lib.checkpoints.tokenizer import num_usable_tokens, tokenizer_sha2
 from workflow.lib.data.encoding.sample_encoder import SampleEncoder
 from workflow.lib.data.tokens.corpus import Corpus, Encoding
 from workflow.lib.data.tokens.encoded_shards import ROW_COUNTS
-from workflow.lib.data.tokens.splits import BLOCK, Numbers, Split, documents_by_source
+from workflow.lib.data.tokens.splits import Split, documents_by_source
 from workflow.lib.data.tokens.token_store import (
     ARRAYS,
     CHUNK_TOKENS,
@@ -206,7 +206,9 @@ def weight_facts(weights: npt.NDArray[np.float32]) -> Facts:
 
 def split_facts(split: Split, *, seq_len: int) -> Facts:
     """Return the facts on a split. Lengths are tokens of rows before any cut."""
-    counts, longest = _count_lengths(split)
+    firsts = split.first_of_row
+    lengths = split.documents.full_lengths[firsts].astype(np.int64)
+    counts, longest = np.bincount(lengths), firsts[np.argsort(-lengths, kind="stable")]
     files = _counts_by_file(split)
     facts: Facts = {
         "rows_read": split.rows_read,
@@ -217,28 +219,12 @@ def split_facts(split: Split, *, seq_len: int) -> Facts:
         "tokens": sum(file["tokens"] for file in files),
         "trained_tokens": sum(file["trained_tokens"] for file in files),
         "length_percentiles": percentiles(counts),
-        "longest": [_origin(split, number) for number in longest.tolist()],
-        "duplicates": len(split.first_of_row) - split.distinct_rows(),
+        "longest": [_origin(split, number) for number in longest[:LONGEST_ROWS].tolist()],
+        "duplicates": len(firsts) - split.distinct_rows(),
     }
     if split.examples == "rated":
         facts["good_answers"] = split.good_answers()
     return facts
-
-
-def _count_lengths(split: Split) -> tuple[npt.NDArray[np.int64], Numbers]:
-    """Return the counts (longest + 1,) of rows by length before any cut, and the numbers of the
-    longest documents."""
-    firsts, lengths = split.first_of_row, split.documents.full_lengths
-    counts, longest = np.zeros(1, dtype=np.int64), np.empty(0, dtype=np.uint32)
-    for start in range(0, len(firsts), BLOCK):
-        block = firsts[start : start + BLOCK]
-        block_counts = np.bincount(lengths[block], minlength=len(counts))
-        block_counts[: len(counts)] += counts
-        counts = block_counts
-        candidates = np.concatenate([longest, block])
-        order = np.argsort(-lengths[candidates].astype(np.int64), kind="stable")
-        longest = candidates[order[:LONGEST_ROWS]]
-    return counts, longest
 
 
 def percentiles(counts: npt.NDArray[np.int64]) -> Facts:
@@ -269,16 +255,12 @@ def sampled(train: Split) -> list[int]:
 
 def _sample_origin(train: Split, position: int) -> Facts:
     number = int(train.chosen[position])
-    shard, row_of_shard = train.documents.locate(number)
-    entry = train.documents.shards[shard].table()[row_of_shard]
-    file = train.corpus.files[train.documents.shards[shard].file]
-    origin = {
-        "source": train.corpus.sources[file.source].name,
-        "file": file.file,
-        "row": int(entry["row"]),
-    }
+    file = train.corpus.files[train.documents.file(number)]
+    name, row = train.origin(number)
+    origin = {"source": train.corpus.sources[file.source].name, "file": name, "row": row}
     if train.examples != "texts":
-        rated = ("good answer" if entry["desirable"] else "bad answer", "answer of another row")
+        is_good = train.documents.desirable[number]
+        rated = ("good answer" if is_good else "bad answer", "answer of another row")
         names = ("chosen", "rejected") if train.examples == "pairs" else rated
         origin["answer"] = names[position % train.unit]
     return origin

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from workflow.lib.data.encoding.preference_rows import prompt_of
-from workflow.lib.data.tokens.corpus_documents import Documents, collect_documents
+from workflow.lib.data.tokens.corpus_documents import Documents
 from workflow.lib.data.tokens.encoded_shards import TABLE, Shard, digest, save_array
 from workflow.lib.data.tokens.splits import Split
 from workflow.lib.system.errors import UserError
@@ -48,7 +48,7 @@ def with_neighbours(split: Split, *, seq_len: int, work: Path, train: Split) -> 
         stem = work / f"{split.name}-neighbours-{len(shards):05d}"
         shards.append(_write_shard(split.documents, shard, chosen, neighbours, seq_len, stem))
         first += len(chosen)
-    documents = collect_documents(shards, folder=work, name=f"{split.name}-neighbours")
+    documents = Documents(shards)
     chosen = np.arange(len(documents), dtype=np.uint32)
     return replace(split, documents=documents, chosen=chosen, examples="rated")
 

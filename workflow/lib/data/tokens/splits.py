@@ -1,12 +1,10 @@
 """The two splits: the documents of each; no held-out document is also trained on."""
 
-import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -40,9 +38,6 @@ def times_taken(documents: int, *, weight: float, source: int, seed: int) -> npt
     return times
 
 
-BLOCK = 2**20  # documents compared at a time
-
-
 @dataclass(frozen=True)
 class Split:
     """The documents of one split, and its counts of read and dropped rows. `chosen` numbers them in
@@ -71,13 +66,11 @@ class Split:
 
     @cached_property
     def first_of_row(self) -> Numbers:
-        """Numbers of the first documents of rows, without repetitions by weight. It is `chosen`
-        itself if every document is one, as nearly always."""
-        first, ordinals = np.ones(len(self), dtype=np.bool_), self.documents.ordinals
-        for start in range(1, len(self), BLOCK):
-            block = ordinals[self.chosen[start - 1 : start + BLOCK]]
-            first[start : start + BLOCK] = block[1:] != block[:-1]
-        return self.chosen if first.all() else self.chosen[first]
+        """Numbers of the first documents of rows, without repetitions by weight."""
+        ordinals = self.documents.ordinals[self.chosen]
+        first = np.ones(len(self), dtype=np.bool_)
+        first[1:] = ordinals[1:] != ordinals[:-1]
+        return self.chosen[first]
 
     def by_file(self) -> Iterator[tuple[int, Numbers]]:
         """Yield the documents in order, some at a time, with the number of their file."""
@@ -86,31 +79,19 @@ class Split:
 
     def origin(self, number: int) -> tuple[str, int]:
         """Return the file and row of document `number` of the corpus."""
-        file, row = self.documents.origin(number)
-        return self.corpus.files[file].file, row
+        return self.corpus.files[self.documents.file(number)].file, int(self.documents.rows[number])
 
     def good_answers(self) -> int:
         """Return the number of examples rated as good, repetitions by weight included."""
-        shards = self.documents.by_shard(self.chosen)
-        offsets = self.documents.shard_offsets
-        tables = ((self.documents.shards[n].table(), chosen - offsets[n]) for n, chosen in shards)
-        return sum(int(table["desirable"][at].sum()) for table, at in tables) // self.unit
+        return int(self.documents.desirable[self.chosen].sum()) // self.unit
 
     def distinct_rows(self) -> int:
-        """Return the number of rows with different tokens, by digest, some digests at a time."""
-        ranges = math.ceil(len(self.first_of_row) / BLOCK)
-        return sum(len(np.unique(self._digests_of(part, ranges))) for part in range(ranges))
-
-    def _digests_of(self, part: int, ranges: int) -> npt.NDArray[np.uint64]:
-        """Return the digests that are `part` modulo `ranges`."""
-        firsts, parts = self.first_of_row, [np.empty(0, dtype=np.uint64)]
-        for start in range(0, len(firsts), BLOCK):
-            numbers = firsts[start : start + BLOCK]
-            digests = self.documents.digests[numbers]
-            if self.examples == "pairs":
-                digests = np.uint64(3) * digests + self.documents.digests[numbers + 1]
-            parts.append(digests[digests % np.uint64(ranges) == part])
-        return np.concatenate(parts)
+        """Return the number of rows with different tokens, by digest."""
+        firsts = self.first_of_row
+        digests = self.documents.digests[firsts]
+        if self.examples == "pairs":
+            digests = np.uint64(3) * digests + self.documents.digests[firsts + 1]
+        return len(np.unique(digests))
 
     def without_rows(self, ordinals: npt.NDArray[np.uint64]) -> "Split":
         """Return the split without the documents of these rows, which count as dropped."""
@@ -185,12 +166,7 @@ def weighted(split: Split, *, seed: int) -> Split:
     ]
     repeats = np.concatenate(times)  # documents lie in the order of their sources
     units = split.chosen.reshape(-1, split.unit)
-    parts = (
-        np.repeat(units[start : start + BLOCK], repeats[start : start + BLOCK], axis=0).ravel()
-        for start in range(0, len(repeats), BLOCK)
-    )
-    total = split.unit * int(repeats.sum(dtype=np.int64))
-    return replace(split, chosen=_joined(parts, total=total))
+    return replace(split, chosen=np.repeat(units, repeats, axis=0).ravel())
 
 
 def documents_by_source(split: Split) -> list[int]:
@@ -215,62 +191,25 @@ def _split(
         name=name,
         corpus=corpus,
         documents=documents,
-        chosen=_documents_of(member, documents.ordinals),
+        chosen=np.flatnonzero(member[documents.ordinals]).astype(np.uint32),
         rows_read=int(member.sum()),
         rows_dropped=int(member[dropped].sum()),
     )
 
 
-def _documents_of(member: npt.NDArray[np.bool_], ordinals: npt.NDArray[np.uint64]) -> Numbers:
-    """Return the numbers of the documents whose row is a member. ordinals: row of each document."""
-
-    def chosen() -> Iterator[npt.NDArray[np.int64]]:
-        for start in range(0, len(ordinals), BLOCK):
-            yield start + np.flatnonzero(member[ordinals[start : start + BLOCK]])
-
-    return _joined(chosen(), total=sum(map(len, chosen())))
-
-
-def _joined(parts: Iterable[npt.NDArray[Any]], *, total: int) -> Numbers:
-    """Concatenate parts of `total` entries, without a second copy as by `np.concatenate`."""
-    joined, end = np.empty(total, dtype=np.uint32), 0
-    for part in parts:
-        joined[end : end + len(part)] = part
-        end += len(part)
-    assert end == total, f"{end} entries instead of {total}"
-    return joined
-
-
 def overlap(heldout: Split, train: Split) -> Numbers:
     """Return the held-out documents with the tokens of a training document."""
-    digests = heldout.documents.digests[heldout.chosen]
-    unique_digests = np.unique(digests)
-    shared = np.zeros(len(unique_digests), dtype=np.bool_)
-    for start in range(0, len(train), BLOCK):
-        block = train.documents.digests[train.chosen[start : start + BLOCK]]
-        indices = np.minimum(
-            np.searchsorted(unique_digests, block), max(0, len(unique_digests) - 1)
-        )
-        shared[indices[unique_digests[indices] == block]] = True
-    return heldout.chosen[shared[np.searchsorted(unique_digests, digests)]]
+    own, trained = (split.documents.digests[split.chosen] for split in (heldout, train))
+    return heldout.chosen[np.isin(own, trained)]
 
 
 def shared_groups(heldout: Split, train: Split) -> Iterator[tuple[int, int]]:
     """Yield each held-out document of a group in training, and the group's first one there."""
-    groups = heldout.documents.groups[heldout.chosen]
-    if not groups.any():
-        return
-    unique_groups = np.unique(groups)
-    first = np.full(len(unique_groups), -1, dtype=np.int64)
-    for start in range(0, len(train), BLOCK):
-        numbers = train.chosen[start : start + BLOCK]
-        block, firsts = np.unique(train.documents.groups[numbers], return_index=True)
-        indices = np.minimum(np.searchsorted(unique_groups, block), len(unique_groups) - 1)
-        is_first = (unique_groups[indices] == block) & (block > 0) & (first[indices] < 0)
-        first[indices[is_first]] = numbers[firsts[is_first]]
-    partners = first[np.searchsorted(unique_groups, groups)]
-    for number in np.flatnonzero(partners >= 0).tolist():
-        yield int(heldout.chosen[number]), int(partners[number])
+    own, trained = (split.documents.groups[split.chosen] for split in (heldout, train))
+    groups, firsts = np.unique(trained, return_index=True)
+    for index in np.flatnonzero((own > 0) & np.isin(own, groups)).tolist():
+        first = firsts[np.searchsorted(groups, own[index])]
+        yield int(heldout.chosen[index]), int(train.chosen[first])
 
 
 def check_both_judgements(train: Split) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from workflow.lib.data.tokens.corpus_documents import Documents, offsets_of
+from workflow.lib.data.tokens.corpus_documents import Documents
 from workflow.lib.data.tokens.encoded_shards import Shard
 from workflow.lib.data.tokens.packing import Packing, one_per_row, pack
 from workflow.lib.data.tokens.splits import Split
@@ -196,18 +196,13 @@ def optional_arrays(split: Split) -> list[str]:
 def _load(documents: Documents, parts: Sequence[Part]) -> tuple[Any, Any, Any, Any]:
     """Return the shards' ids and masks, and start and length of each chosen document in them."""
     shards = [documents.shards[shard] for shard, _ in parts]
-    begins = np.cumsum([0, *(shard.tokens for shard in shards)])
-    starts, lengths = [], []
-    for begin, (shard, chosen) in zip(begins, parts, strict=False):
-        offsets = offsets_of(documents.shards[shard].table()["length"])
-        positions = chosen - documents.shard_offsets[shard]
-        starts.append(begin + offsets[positions])
-        lengths.append(offsets[positions + 1] - offsets[positions])
+    begins = np.cumsum([0, *(shard.tokens for shard in shards[:-1])])
+    chosen = np.concatenate([numbers for _, numbers in parts])
     return (
         np.concatenate([shard.ids() for shard in shards]),
         np.concatenate([shard.mask() for shard in shards]),
-        np.concatenate(starts),
-        np.concatenate(lengths),
+        np.repeat(begins, [len(numbers) for _, numbers in parts]) + documents.starts[chosen],
+        documents.lengths[chosen].astype(np.int64),
     )
 
 
