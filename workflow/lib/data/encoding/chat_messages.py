@@ -57,7 +57,6 @@ MESSAGE = KeySchema(
     "message",
     frozenset({*ROLE_KEYS, *CONTENT_KEYS, *PREFIX_KEYS, RESULT_ID}),
     passed=True,
-    optional=frozenset(PREFIX_KEYS),
     flags=frozenset(FLAGS),
     aliases=MESSAGE_ALIASES,
 )
@@ -179,7 +178,7 @@ def _message(raw: Any, where: str, keys: KeyAudit) -> tuple[Message, float]:
         weight = 0.0
     else:
         weight = weight_of(flags, where, all_trained=keys.all_trained)
-        if usage.has_optional and _is_prefix(item, where):
+        if _is_prefix(item, where):
             extras[PREFIX_KEYS[0]] = True
     may_be_empty = role in ("system", "tool") or bool(calls or (extras and _filled(extras)))
     text = read_content(content, role, f"content of {where}", keys, may_be_empty=may_be_empty)

@@ -196,25 +196,23 @@ MEDIA = {
 @dataclass(frozen=True)
 class KeySchema:
     """The keys that a kind of object may have. name: in listings, "" for a row's columns. read:
-    keys that a reader uses. optional: keys that few objects have. passed: all other keys go to the
-    chat template. flags: keys that decide what is trained. aliases: other names of keys."""
+    keys that a reader uses. passed: all other keys go to the chat template. flags: keys that decide
+    what is trained. aliases: other names of keys."""
 
     name: str
     read: frozenset[str]
-    optional: frozenset[str] = frozenset()
     passed: bool = False
     flags: frozenset[str] = frozenset()
     aliases: Mapping[str, str] = field(default_factory=dict, hash=False)
 
 
 class KeyUsage(NamedTuple):
-    """What becomes of a set of keys: not read, flags, passed to the template. has_optional: an
-    optional key is among them. aliased: keys by the name that they stand for."""
+    """What becomes of a set of keys: not read, flags, passed to the template. aliased: keys by the
+    name that they stand for."""
 
     unread: tuple[str, ...]
     flags: tuple[str, ...]
     passed: tuple[str, ...]
-    has_optional: bool
     aliased: Mapping[str, tuple[str, ...]]
 
 
@@ -263,8 +261,7 @@ class KeyAudit:
         unread += [key for key in passed if key not in template_keys]
         if not schema.name:
             unread = [key for key in unread if key != self.group_by]
-        has_optional = not schema.optional.isdisjoint(used_keys)
-        usage = KeyUsage(tuple(unread), tuple(flags), tuple(passed), has_optional, aliased)
+        usage = KeyUsage(tuple(unread), tuple(flags), tuple(passed), aliased)
         if not schema.name:
             self._columns |= dict.fromkeys(key for key in used_keys if key not in unread)
         if len(self._usages) < MAX_USAGES:

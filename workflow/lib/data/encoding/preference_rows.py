@@ -205,9 +205,9 @@ def _prompt(row: RowParts) -> tuple[list[Message], RowParts]:
     if isinstance(prompt, dict) and "messages" in prompt:
         prompt, _ = keys.check(PROMPT, prompt, what)
         if prompt.get("tools") not in EMPTY:
-            if row.optional.get(columns.tools) not in EMPTY:
+            if row.value.get(columns.tools) not in EMPTY:
                 raise RowError(f"two lists of tools: {what} and column {columns.tools!r}")
-            row = row._replace(optional={**row.optional, columns.tools: prompt["tools"]})
+            row = row._replace(value={**row.value, columns.tools: prompt["tools"]})
         prompt = prompt["messages"]
     if columns.prompt == columns.instruction and isinstance(prompt, str):
         input_text = row.value.get(columns.input)

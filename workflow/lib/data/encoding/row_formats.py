@@ -63,7 +63,6 @@ from workflow.lib.settings.data import DataColumns, Format
 ARGUMENTS_COLUMN = "chat_template_kwargs"
 SWITCHES = {"enable_thinking": bool, "reasoning_effort": str}
 THINKING = "thinking"  # an argument if it is true or false, a reasoning if it is text
-NOTHING: Values = {}
 SWITCHED = {"on", "off"}  # values of a column `reasoning` that are no reasoning
 # Columns that a format reads beside those that it needs, by their keys of `data.columns`.
 ALSO_READ: dict[Format, tuple[str, ...]] = {
@@ -94,29 +93,28 @@ def plain(sample: Sample) -> Unweighted:
 
 
 class RowParts(NamedTuple):
-    """The parts of a row for a format. value: its columns. optional: the same, empty without any
-    optional one. keys: the account of keys."""
+    """The parts of a row for a format: its columns, their names, the account of keys."""
 
     value: Values
-    optional: Values
     columns: DataColumns
     keys: KeyAudit
 
 
+def optional_columns(format: Format, columns: DataColumns) -> set[str]:
+    """Return the columns of a conversation that few rows have."""
+    names = {*system_columns(columns), *tools_columns(columns), columns.history, *SWITCHES}
+    reasonings = set() if format in WITHOUT_REASONING else {*REASONING_COLUMNS}
+    return names | reasonings | {ARGUMENTS_COLUMN}
+
+
 @cache
 def row_schema(format: Format, columns: DataColumns) -> KeySchema:
-    """Return the columns that a format reads, with their optional ones and flags."""
+    """Return the columns that a format reads, and its flags."""
     names = {getattr(columns, key) for key in (*REQUIRED[format], *ALSO_READ.get(format, ()))}
-    optional: set[str] = set()
-    if format == "tokens":
-        names |= {"attention_mask", "position_ids"}
-    else:
-        optional = {*system_columns(columns), *tools_columns(columns), columns.history}
-        optional |= {ARGUMENTS_COLUMN, *SWITCHES}
-        optional |= set() if format in WITHOUT_REASONING else {*REASONING_COLUMNS}
+    padding = {"attention_mask", "position_ids"}
+    names |= padding if format == "tokens" else optional_columns(format, columns)
     names |= set() if columns.label is None else {columns.label}
-    flags = frozenset({*FLAGS, columns.weight})
-    return KeySchema("", frozenset(names | optional), frozenset(optional), flags=flags)
+    return KeySchema("", frozenset(names), flags=frozenset({*FLAGS, columns.weight}))
 
 
 def to_sample(
@@ -137,7 +135,6 @@ def row_parts(
     value: Values, usage: KeyUsage, *, format: Format, columns: DataColumns, keys: KeyAudit
 ) -> RowParts:
     """Return the parts of a row; its tools may stand inside of another column."""
-    optional = value if usage.has_optional else NOTHING
     names = tools_columns(columns)
     is_chat = usage.unread and format not in WITHOUT_TEMPLATE
     if is_chat and all(value.get(name) in EMPTY for name in names):
@@ -148,8 +145,8 @@ def row_parts(
                 f"column {columns.tools!r}, or leave one out (data.leave_out)"
             )
         if nested:
-            optional = {**value, columns.tools: nested[0]}
-    return RowParts(value, optional, columns, keys)
+            value = {**value, columns.tools: nested[0]}
+    return RowParts(value, columns, keys)
 
 
 def _nested(value: Any, names: Collection[str], key: str = "") -> Iterator[list[Any]]:
@@ -183,7 +180,7 @@ def _messages(row: RowParts) -> Unweighted:
     if name not in row.value:
         raise RowError(f"missing column: {name!r}")
     messages, weights = read_messages(row.value[name], row.keys, what=f"column {name!r}")
-    if row.optional.get(row.columns.history) not in EMPTY:
+    if row.value.get(row.columns.history) not in EMPTY:
         raise _unused_column(row.columns.history, "messages", "put it into the messages")
     prompt = row.value.get(row.columns.prompt)
     if prompt not in EMPTY:
@@ -214,8 +211,7 @@ def check_prompt_is_in(messages: list[Message], prompt: object, columns: DataCol
 
 def _conversation(messages: list[Message], weights: list[float], row: RowParts) -> Conversation:
     check_has_answer(messages, weights)
-    if row.optional:
-        _add_reasoning(messages, row)
+    _add_reasoning(messages, row)
     return whole_conversation(messages, weights, row)
 
 
@@ -231,8 +227,6 @@ def whole_conversation(
     messages: list[Message], weights: list[float], row: RowParts
 ) -> Conversation:
     """Return messages with the row's system text, tools and template arguments."""
-    if not row.optional:
-        return _weighted_conversation(messages, weights)
     system = _one_column(row, system_columns(row.columns), "system text")
     if system is not None:
         system = read_content(system, "system", "the system text", row.keys, may_be_empty=True)
@@ -255,13 +249,13 @@ def _raw_tools(row: RowParts) -> Any:
 
 
 def _one_column(row: RowParts, names: tuple[str, ...], what: str) -> Any:
-    filled = [name for name in names if row.optional.get(name) not in EMPTY]
+    filled = [name for name in names if row.value.get(name) not in EMPTY]
     if len(filled) > 1:
         raise RowError(
             f"two columns for one {what}: {filled[0]!r} and {filled[1]!r}; leave one out "
             f"(data.leave_out: [{filled[1]}])"
         )
-    return row.optional[filled[0]] if filled else None
+    return row.value[filled[0]] if filled else None
 
 
 def _with_system(
@@ -281,7 +275,7 @@ def _with_system(
 def _add_reasoning(messages: list[Message], row: RowParts) -> None:
     """Give the last message the reasoning of a column, unless it has it already."""
     for name in REASONING_COLUMNS:
-        reasoning = row.optional.get(name)
+        reasoning = row.value.get(name)
         if reasoning in EMPTY or (name == THINKING and isinstance(reasoning, bool)):
             continue
         if isinstance(reasoning, bool) or str(reasoning).strip().lower() in SWITCHED:
@@ -401,9 +395,9 @@ def _check_is_no_tree(items: list[Any], what: str) -> None:
 def read_history(row: RowParts) -> tuple[list[Message], list[float]]:
     """Return the messages of the history column and their weights; empty without one."""
     name = row.columns.history
-    if row.optional.get(name) in EMPTY:
+    if row.value.get(name) in EMPTY:
         return [], []
-    return read_messages(row.optional[name], row.keys, what=f"column {name!r}")
+    return read_messages(row.value[name], row.keys, what=f"column {name!r}")
 
 
 def _alpaca(row: RowParts) -> Unweighted:
@@ -422,8 +416,8 @@ def _alpaca(row: RowParts) -> Unweighted:
 
 
 def _text(row: RowParts) -> Unweighted:
-    for name in row_schema("text", row.columns).optional if row.optional else ():
-        if row.optional.get(name) not in EMPTY:
+    for name in optional_columns("text", row.columns):
+        if row.value.get(name) not in EMPTY:
             raise _unused_column(name, "text", "write it into the text")
     return _column(row.value, row.columns.text)
 
