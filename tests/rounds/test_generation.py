@@ -57,7 +57,7 @@ def sampled(model, asked, **settings):
         model,
         asked,
         AnswersConfig(max_new_tokens=6, **settings),
-        ends=Ends([2], (), None),
+        ends=Ends([2], (), Letters()),
         device=torch.device("cpu"),
         on_answers=lambda answers, tokens: None,
     )
@@ -84,13 +84,13 @@ def test_other_seeds_and_numbers_give_other_answers(model):
 class Letters:
     """A tokenizer whose tokens are letters."""
 
-    def decode(self, ids):
+    def decode(self, ids, **_):
         return "".join(chr(ord("a") + token % 26) for token in ids)
 
 
 def test_text_ends_an_answer_at_the_token_that_completes_it():
     ends = Ends([2], ("cd",), Letters())
     answer = ends.cut([0, 1, 28, 29, 4], [0.0] * 5)
-    assert (answer.ids, answer.stopped) == ([0, 1, 28, 29], True)
+    assert (answer.ids, answer.finish, answer.text) == ([0, 1, 28, 29], "stop", "abcd")
     assert ends.cut([0, 1, 2, 9], [0.0] * 4).ids == [0, 1, 2]
-    assert not ends.cut([0, 1, 3], [0.0] * 3).stopped
+    assert ends.cut([0, 1, 3], [0.0] * 3).finish == "length"

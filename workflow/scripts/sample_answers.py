@@ -13,8 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from workflow.lib.artifacts.manifest_record import ConversationFacts
 from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.checkpoints.adapter import Adapter
@@ -41,7 +39,7 @@ from workflow.lib.export.adapter_files import end_token_ids
 from workflow.lib.export.stock_models import load_options
 from workflow.lib.model.backends import choose_device
 from workflow.lib.rounds.answers import Answer, AnsweredPrompt, AnswerWriter, Shard
-from workflow.lib.rounds.generation import Ends, Request, Sampled, sample
+from workflow.lib.rounds.generation import Ends, Request, sample
 from workflow.lib.rounds.prompts import Prompts
 from workflow.lib.rounds.server_sampling import AT_ONCE, sample_served
 from workflow.lib.settings.config import AnswersConfig, DataConfig, ModelConfig
@@ -51,7 +49,7 @@ from workflow.lib.system.progress import Progress
 from workflow.lib.training.launch import Workers, launch_workers
 from workflow.scripts.command import logger, run, stage_parser
 
-Sampler = Callable[..., list[Sampled]]  # of requests and `on_answers`
+Sampler = Callable[..., list[Answer]]  # of requests and `on_answers`
 
 
 def main(args: argparse.Namespace) -> None:
@@ -83,8 +81,12 @@ def work(args: argparse.Namespace, process: Process, settings: AnswersConfig) ->
     check_recorded(recorded, world=process.world)
     files = [*(base or source_files(args.model)), *start]
     tokenizer = load_tokenizer(args.tokenizer)
+    data = DataConfig.model_validate(args.config["data"])
+    splits = resolve_splits(data, root=args.dataset)
     with main_first(process.world):
-        prompts = find_prompts(args, tokens, tokenizer, settings)
+        usable = num_usable_tokens(tokenizer, args.tokenizer)
+        encodings = find_encodings(tokenizer, usable, splits, data, "texts")
+        prompts = Prompts(splits, encodings, tokens, tokenizer, settings)
         chosen = prompts.chosen()
     model_files = {f"{file.folder.name}/{file.name}": file.sha256 for file in files}
     numerics = ModelConfig.model_validate(args.config["model"])
@@ -98,7 +100,7 @@ def work(args: argparse.Namespace, process: Process, settings: AnswersConfig) ->
         ends = Ends(end_token_ids(model, conversations), settings.stop, tokenizer)
         process.pulse.phase("loading the model", least_s=FIRST_PASS_S)
         with SAMPLERS[settings.sampler](args, process, ends, options) as sampler:
-            sample_shards(process, writer, pending, settings, sampler, tokenizer)
+            sample_shards(process, writer, pending, settings, sampler)
     if process.is_main:
         manifest = writer.finish(
             sampler=f"{settings.sampler}, {process.device.type}",
@@ -120,19 +122,6 @@ def work(args: argparse.Namespace, process: Process, settings: AnswersConfig) ->
             logger.info("%d rows of this round are left out: %s", count, reason)
 
 
-def find_prompts(
-    args: argparse.Namespace,
-    tokens: TokenStore,
-    tokenizer: PreTrainedTokenizerBase,
-    settings: AnswersConfig,
-) -> Prompts:
-    data = DataConfig.model_validate(args.config["data"])
-    splits = resolve_splits(data, root=args.dataset)
-    usable = num_usable_tokens(tokenizer, args.tokenizer)
-    encodings = find_encodings(tokenizer, usable, splits, data, "texts")
-    return Prompts(splits, encodings, tokens, tokenizer, settings)
-
-
 @contextmanager
 def engine(
     args: argparse.Namespace, process: Process, ends: Ends, options: dict[str, Any]
@@ -141,7 +130,7 @@ def engine(
     adapter = Adapter(args.start) if args.start else None
     loaded = Loading(options, process.shards).model(Checkpoint(args.base), adapter)
 
-    def sampler(requests: list[Request], **how: Any) -> list[Sampled]:
+    def sampler(requests: list[Request], **how: Any) -> list[Answer]:
         compute = partial(sample, loaded, ends=ends, device=process.device, **how)
         return shared_out(requests, compute, world=process.world, model=loaded)
 
@@ -185,7 +174,6 @@ def sample_shards(
     pending: list[Shard],
     settings: AnswersConfig,
     sampler: Sampler,
-    tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     """Sample and write the pending shards. Collective."""
     logger.info("%d of %d shards to sample", len(pending), len(writer.shards))
@@ -202,9 +190,8 @@ def sample_shards(
 
         for shard in pending:
             requests = requests_of(shard.prompts, settings)
-            sampled = sampler(requests, settings=settings, on_answers=on_answers)
+            answers = sampler(requests, settings=settings, on_answers=on_answers)
             if process.is_main:
-                answers = [answer(tokenizer, one) for one in sampled]
                 writer.add(shard, [answers[n : n + count] for n in range(0, len(answers), count)])
 
 
@@ -220,15 +207,6 @@ def requests_of(prompts: Sequence[AnsweredPrompt], settings: AnswersConfig) -> l
         for prompt in prompts
         for number in range(settings.per_prompt)
     ]
-
-
-def answer(tokenizer: PreTrainedTokenizerBase, sampled: Sampled) -> Answer:
-    return Answer(
-        ids=sampled.ids,
-        log_probs=sampled.log_probs,
-        finish="stop" if sampled.stopped else "length",
-        text=str(tokenizer.decode(sampled.ids, skip_special_tokens=True)),
-    )
 
 
 if __name__ == "__main__":

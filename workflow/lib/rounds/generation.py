@@ -22,6 +22,7 @@ from transformers import (
 
 from workflow.lib.evaluation.questions import Model
 from workflow.lib.evaluation.sample_answers import continue_rows, in_batches
+from workflow.lib.rounds.answers import Answer
 from workflow.lib.settings.rounds import AnswersConfig
 
 LARGEST = {"cuda": 256, "cpu": 64}  # answers at once: a step of one token each is short
@@ -47,15 +48,6 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Sampled:
-    """Sampled token ids, with the one that ended them, and log p of each."""
-
-    ids: list[int]
-    log_probs: list[float]
-    stopped: bool
-
-
-@dataclass(frozen=True)
 class Ends:
     """The ends of answers: tokens, and texts of the decoded answer."""
 
@@ -73,10 +65,15 @@ class Ends:
         text = str(self.tokenizer.decode(last))
         return any(end in text for end in self.texts)
 
-    def cut(self, row: list[int], log_probs: list[float]) -> Sampled:
+    def cut(self, row: list[int], log_probs: list[float]) -> Answer:
         """Return the answer at the begin of a row."""
         end = next((n for n in range(1, len(row) + 1) if self.ended(row[:n])), None)
-        return Sampled(row[:end], log_probs[:end], end is not None)
+        return Answer(
+            ids=row[:end],
+            log_probs=log_probs[:end],
+            finish="length" if end is None else "stop",
+            text=str(self.tokenizer.decode(row[:end], skip_special_tokens=True)),
+        )
 
 
 @dataclass
@@ -131,12 +128,12 @@ def sample(
     ends: Ends,
     device: torch.device,
     on_answers: Callable[[int, int], None],
-) -> list[Sampled]:
+) -> list[Answer]:
     """Return an answer for each request. on_answers: called with the numbers of new answers and
     tokens."""
     most = settings.max_new_tokens
 
-    def answers(numbers: list[int]) -> list[Sampled]:
+    def answers(numbers: list[int]) -> list[Answer]:
         asked = [requests[number] for number in numbers]
         uniforms = torch.from_numpy(np.stack([request.uniforms(most) for request in asked]))
         draw = _Draw(uniforms.to(device), settings.temperature, settings.top_p)

@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from workflow.lib.evaluation.vllm_server import VllmServer
-from workflow.lib.rounds.generation import Ends, Request, Sampled
+from workflow.lib.rounds.answers import Answer
+from workflow.lib.rounds.generation import Ends, Request
 from workflow.lib.settings.rounds import AnswersConfig
 
 AT_ONCE = 256  # answers in a batch, vLLM's own default on one GPU
@@ -18,11 +19,11 @@ def sample_served(
     model: str,
     ends: Ends,
     on_answers: Callable[[int, int], None],
-) -> list[Sampled]:
+) -> list[Answer]:
     """Return an answer for each request, as `generation.sample` does. model: `BASE`, or the name of
     an adapter. Raises `UserError` if the server ends."""
 
-    def sampled(request: Request) -> Sampled:
+    def sampled(request: Request) -> Answer:
         choice = server.continued(
             request.prompt,
             model,
