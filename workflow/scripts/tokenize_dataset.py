@@ -7,6 +7,7 @@ unusable rows stop the run, their list is kept beside the output, as `<output>.r
 
 import argparse
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,11 @@ from workflow.lib.data.tokens.encoded_shards import SHARD_VERSION
 from workflow.lib.data.tokens.encodings import find_encodings
 from workflow.lib.data.tokens.heldout_drops import (
     check_heldout_left,
-    drop_near_duplicates,
-    drop_overlap,
-    drop_shared_groups,
+    drop_documents,
+    group_reasons,
+    near_reasons,
+    overlap_reasons,
+    treated,
 )
 from workflow.lib.data.tokens.manifest_log import log_facts
 from workflow.lib.data.tokens.neighbours import with_neighbours
@@ -184,10 +187,12 @@ def prepare_splits(
         train, heldout = (replace(split, examples=examples) for split in (train, heldout))
     check_rejected_share(corpora.values(), largest=settings.max_rejected_share, rejects=rejects)
     check_not_empty(train, heldout, rejects=rejects)
-    heldout = drop_overlap(train, heldout, listing, tokenizer)
-    heldout, grouped = drop_shared_groups(
-        train, heldout, listing, tokenizer, treatment=settings.near_duplicates
+    treat = partial(
+        treated, listing=listing, tokenizer=tokenizer, treatment=settings.near_duplicates
     )
+    heldout = drop_documents(heldout, overlap_reasons(heldout, train), listing, tokenizer)
+    grouped = group_reasons(heldout, train)
+    heldout = treat(heldout, grouped)
     check_heldout_left(heldout, listing, rejects=rejects)
     pieces = pieces_of(tokenizer)
     matches = find_contained(
@@ -197,15 +202,7 @@ def prepare_splits(
         threshold=settings.near_duplicate_threshold,
         processes=processes,
     )
-    heldout = drop_near_duplicates(
-        heldout,
-        train,
-        matches,
-        listing,
-        tokenizer,
-        pieces=pieces,
-        treatment=settings.near_duplicates,
-    )
+    heldout = treat(heldout, near_reasons(heldout, train, matches, tokenizer, pieces=pieces))
     check_heldout_left(heldout, listing, rejects=rejects)
     if examples == "rated":
         check_both_judgements(train)
@@ -215,7 +212,7 @@ def prepare_splits(
         )
     repeated = {
         "train_heldout_near_duplicates": len(matches),
-        "train_heldout_shared_groups": grouped,
+        "train_heldout_shared_groups": len(grouped),
     }
     return weighted(train, seed=settings.seed), heldout, repeated
 

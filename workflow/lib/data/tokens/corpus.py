@@ -26,6 +26,7 @@ from workflow.lib.data.reading.row_chunks import NOT_UTF8, Chunk, Row
 from workflow.lib.data.reading.sources import Source
 from workflow.lib.data.tokens.encoded_shards import (
     FIRST_REASONS,
+    RowCounts,
     Shard,
     ShardFacts,
     encode_rows,
@@ -79,31 +80,20 @@ class ChunkTask:
 
 
 @dataclass
-class FileRows:
+class FileRows(RowCounts):
     source: int
     path: Path
     file: str
     sha256: str
-    rows_read: int = 0
-    counts: Counter[str] = field(default_factory=Counter)
-    """Rows by `ROW_COUNTS`."""
-    first_reasons: list[str] = field(default_factory=list)
-    needed_tokens: int = 0
-    columns: dict[str, None] = field(default_factory=dict)
-    """Columns that were read, in order of appearance."""
-    not_read: Counter[str] = field(default_factory=Counter)
-    """Columns and keys that were not read, with their numbers of values."""
     dropped_by_reason: Counter[str] = field(default_factory=Counter)
     blank_lines: int = 0  # lines that hold no row, of files in which a line is one
-    unrendered: Counter[str] = field(default_factory=Counter)
-    """Rows with an allowed text that the template left out, by the kind of the text."""
 
     def add(self, facts: ShardFacts) -> None:
         """Add the counts of one of the file's shards."""
         self.rows_read += facts.rows_read
         self.counts.update(facts.counts)
         self.unrendered.update(facts.unrendered)
-        self.columns |= dict.fromkeys(facts.columns)
+        self.columns = list(dict.fromkeys([*self.columns, *facts.columns]))
         self.not_read.update(facts.not_read)
         self.dropped_by_reason.update(reason_kind(r["reason"]) for r in facts.rejects)
         self.first_reasons += facts.first_reasons[: FIRST_REASONS - len(self.first_reasons)]

@@ -58,27 +58,33 @@ FIRST_REASONS = 5  # unusable rows that an error message quotes
 ROW_COUNTS = ("unusable", "special_token_texts", "rows_by_turns", *get_args(Note))
 
 
-@dataclass
-class ShardFacts:
-    """Facts on a shard without its documents."""
+@dataclass(kw_only=True)
+class RowCounts:
+    """Counts of the rows of a shard or a file."""
 
     rows_read: int = 0
-    documents: int = 0
-    tokens: int = 0
     counts: Counter[str] = field(default_factory=Counter)
     """Rows by `ROW_COUNTS`."""
     unrendered: Counter[str] = field(default_factory=Counter)
     """Rows with an allowed text that the template left out, by the kind of the text."""
+    first_reasons: list[str] = field(default_factory=list)  # of unusable rows
+    needed_tokens: int = 0  # `seq_len` that holds all rows of which nothing could be trained
+    columns: list[str] = field(default_factory=list)
+    """Columns that were read; `not_read`: others and keys, with their numbers of values."""
+    not_read: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(kw_only=True)
+class ShardFacts(RowCounts):
+    """Facts on a shard without its documents."""
+
+    documents: int = 0
+    tokens: int = 0
     dropped: list[int] = field(default_factory=list)
     """Ordinals of the rows without a document."""
     rejects: list[Line] = field(default_factory=list)
     """Lines of `rejects.jsonl`, without the file; `cuts`: of `truncated.jsonl`."""
     cuts: list[Line] = field(default_factory=list)
-    first_reasons: list[str] = field(default_factory=list)  # of unusable rows
-    needed_tokens: int = 0  # `seq_len` that holds all rows of which nothing could be trained
-    columns: list[str] = field(default_factory=list)
-    """As `not_read`: `KeyAudit.report`."""
-    not_read: dict[str, int] = field(default_factory=dict)
     checksums: dict[str, int] = field(default_factory=dict)  # CRC-32 of each array
 
 
@@ -207,7 +213,8 @@ def encode_rows(
         block = rows[start : start + ROWS_BEGUN]
         for row, begun in zip(block, [_begun(row, begin) for row in block], strict=True):
             builder.add(row, begun)
-    builder.facts.columns, builder.facts.not_read = keys.report()
+    builder.facts.columns, not_read = keys.report()
+    builder.facts.not_read.update(not_read)
     builder.save(stem)
 
 

@@ -2,7 +2,6 @@
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -17,91 +16,71 @@ from workflow.lib.data.tokens.work_folder import NEAR_DUPLICATE, OVERLAP, SHARED
 from workflow.lib.system.errors import UserError, setting_error
 
 Treatment = Literal["remove", "refuse", "keep"]
+Reason = tuple[int, str]
+"""The number of a held-out document, and why its row is dropped."""
 
 SHOWN_PAIRS = 3  # near-duplicates that an error message quotes
 
 
-def drop_overlap(
-    train: Split, heldout: Split, listing: Listing, tokenizer: PreTrainedTokenizerBase
-) -> Split:
-    """Return held-out without the documents whose tokens a training document has."""
-    reasons = ((int(number), OVERLAP) for number in overlap(heldout, train))
-    return drop_documents(heldout, reasons, listing, tokenizer)
+def overlap_reasons(heldout: Split, train: Split) -> Iterator[Reason]:
+    """Yield the documents whose tokens a training document has."""
+    return ((number, OVERLAP) for number in overlap(heldout, train).tolist())
 
 
-def drop_shared_groups(
-    train: Split,
-    heldout: Split,
-    listing: Listing,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    treatment: Treatment,
-) -> tuple[Split, int]:
-    """Return held-out by `data.near_duplicates`, without rows of a training group, or refuse."""
-    first_pairs: dict[int, tuple[int, int]] = {}
+def group_reasons(heldout: Split, train: Split) -> list[Reason]:
+    """Return a document of each row of a training group, with a row of that."""
+    first_reasons: dict[int, Reason] = {}
     for number, other in shared_groups(heldout, train):
-        first_pairs.setdefault(int(heldout.documents.ordinals[number]), (number, other))
-    reasons = (
-        (number, f"{SHARED_GROUP}: {described(train, other)}")
-        for number, other in first_pairs.values()
-    )
-    return _treated(heldout, reasons, len(first_pairs), listing, tokenizer, treatment), len(
-        first_pairs
-    )
+        reason = number, f"{SHARED_GROUP}: {described(train, other)}"
+        first_reasons.setdefault(int(heldout.documents.ordinals[number]), reason)
+    return list(first_reasons.values())
 
 
-def drop_near_duplicates(
+def near_reasons(
     heldout: Split,
     train: Split,
     matches: Sequence[Match],
-    listing: Listing,
     tokenizer: PreTrainedTokenizerBase,
     *,
     pieces: Pieces,
-    treatment: Treatment,
-) -> Split:
-    """Apply `data.near_duplicates` to held-out rows. A reason names the training row and the shared
-    text. Raises `UserError` for `refuse`."""
-
-    def reasons() -> Iterator[tuple[int, str]]:
-        for match in matches:
-            document, repeated = heldout.documents[match.heldout], train.documents[match.train]
-            ids = document[0][shared_tokens(document, repeated, pieces=pieces)].tolist()
-            words = printable(str(tokenizer.decode(ids, skip_special_tokens=True)).strip())
-            yield (
-                match.heldout,
-                f"{NEAR_DUPLICATE}: {described(train, match.train)} trains {match.share:.0%} of "
-                f"what this row trains, from {words!r} on",
-            )
-
-    return _treated(heldout, reasons(), len(matches), listing, tokenizer, treatment)
+) -> Iterator[Reason]:
+    """Yield the held-out document of each match, with the training row and the shared text."""
+    for match in matches:
+        document, repeated = heldout.documents[match.heldout], train.documents[match.train]
+        ids = document[0][shared_tokens(document, repeated, pieces=pieces)].tolist()
+        words = printable(str(tokenizer.decode(ids, skip_special_tokens=True)).strip())
+        yield (
+            match.heldout,
+            f"{NEAR_DUPLICATE}: {described(train, match.train)} trains {match.share:.0%} of "
+            f"what this row trains, from {words!r} on",
+        )
 
 
-def _treated(
+def treated(
     heldout: Split,
-    reasons: Iterator[tuple[int, str]],
-    rows: int,
+    reasons: Iterable[Reason],
     listing: Listing,
     tokenizer: PreTrainedTokenizerBase,
+    *,
     treatment: Treatment,
 ) -> Split:
-    """Return held-out without these rows, or with them, or raise `UserError`."""
-    if not rows or treatment == "keep":
+    """Return held-out without the rows of these documents or with them, by `data.near_duplicates`;
+    raises `UserError` to refuse them."""
+    if treatment == "keep":
         return heldout
-    if treatment == "refuse":
-        shown = [
-            f"row {heldout.origin(number)[1]}: {reason}"
-            for number, reason in islice(reasons, SHOWN_PAIRS)
-        ]
+    if treatment == "remove":
+        return drop_documents(heldout, reasons, listing, tokenizer)
+    refused = [f"row {heldout.origin(number)[1]}: {reason}" for number, reason in reasons]
+    if refused:
         raise setting_error(
             "data.near_duplicates",
             "refuse",
-            f"{rows} held-out rows belong to training rows or nearly repeat them:\n  "
-            + "\n  ".join(shown),
+            f"{len(refused)} held-out rows belong to training rows or nearly repeat them:\n  "
+            + "\n  ".join(refused[:SHOWN_PAIRS]),
             "Take them out of the held-out data, set remove, or raise "
             "data.near_duplicate_threshold",
         )
-    return drop_documents(heldout, reasons, listing, tokenizer)
+    return heldout
 
 
 def check_heldout_left(heldout: Split, listing: Listing, *, rejects: Path) -> None:
@@ -129,12 +108,11 @@ def described(split: Split, number: int) -> str:
 
 def drop_documents(
     split: Split,
-    reasons: Iterable[tuple[int, str]],
+    reasons: Iterable[Reason],
     listing: Listing,
     tokenizer: PreTrainedTokenizerBase,
 ) -> Split:
-    """Return the split without the rows of these documents; each row is listed once. reasons:
-    numbers of documents, ascending, each with its reason."""
+    """Return the split without the rows of these ascending documents; each row is listed once."""
     lost, last = array("Q"), None
     for number, reason in reasons:
         ordinal = int(split.documents.ordinals[number])

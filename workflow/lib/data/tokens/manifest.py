@@ -132,7 +132,7 @@ def source_facts(
             "sha256": file.sha256,
             "rows": file.rows_read,
             "format": encodings[name].formats[file.source],
-            "columns": list(file.columns),
+            "columns": file.columns,
             "not_read": dict(file.not_read.most_common()),
             "dropped_by_reason": dict(file.dropped_by_reason.most_common()),
             "blank_lines": file.blank_lines,
