@@ -39,9 +39,8 @@ from workflow.lib.export.adapter_files import end_token_ids
 from workflow.lib.export.stock_models import load_options
 from workflow.lib.model.backends import choose_device
 from workflow.lib.rounds.answers import Answer, AnsweredPrompt, AnswerWriter, Shard
-from workflow.lib.rounds.generation import Ends, Request, sample
+from workflow.lib.rounds.generation import AT_ONCE, Ends, Request, sample, sample_served
 from workflow.lib.rounds.prompts import Prompts
-from workflow.lib.rounds.server_sampling import AT_ONCE, sample_served
 from workflow.lib.settings.config import AnswersConfig, DataConfig, ModelConfig
 from workflow.lib.system.environment import is_worker
 from workflow.lib.system.hardware import available_host_bytes, visible_gpus

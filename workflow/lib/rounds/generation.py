@@ -1,12 +1,13 @@
-"""Sampling of answers by a loaded model, many at once.
+"""Sampling of answers, many at once, by a loaded model or by vLLM.
 
 Each token is the inverse of the cumulated probabilities at a uniform number, which is a pure
 function of seed, prompt, number of the answer and position: rounding aside, neither batches nor
 processes nor restarts change an answer. Transformers' `generate` keeps the cache; the draw is a
-processor of its logits that leaves one token."""
+processor of its logits that leaves one token. vLLM gets a request for each answer, with a seed."""
 
 import hashlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,10 +23,12 @@ from transformers import (
 
 from workflow.lib.evaluation.questions import Model
 from workflow.lib.evaluation.sample_answers import continue_rows, in_batches
+from workflow.lib.evaluation.vllm_server import VllmServer
 from workflow.lib.rounds.answers import Answer
 from workflow.lib.settings.rounds import AnswersConfig
 
 LARGEST = {"cuda": 256, "cpu": 64}  # answers at once: a step of one token each is short
+AT_ONCE = 256  # of vLLM
 
 
 @dataclass(frozen=True)
@@ -155,3 +158,38 @@ def sample(
 
     prompts = [request.prompt for request in requests]
     return in_batches(answers, model, prompts, max_new_tokens=most, device=device, largest=LARGEST)
+
+
+def sample_served(
+    server: VllmServer,
+    requests: Sequence[Request],
+    settings: AnswersConfig,
+    *,
+    model: str,
+    ends: Ends,
+    on_answers: Callable[[int, int], None],
+) -> list[Answer]:
+    """Return an answer for each request, as `sample` does. model: `BASE`, or the name of
+    an adapter. Raises `UserError` if the server ends."""
+
+    def sampled(request: Request) -> Answer:
+        choice = server.continued(
+            request.prompt,
+            model,
+            **settings.model_dump(include={"temperature", "top_p", "stop"}),
+            max_tokens=settings.max_new_tokens,
+            stop_token_ids=ends.ids,
+            seed=request.key >> 65,  # of 63 bits
+            logprobs=0,
+            return_token_ids=True,
+        )
+        return ends.cut(choice["token_ids"], choice["logprobs"]["token_logprobs"])
+
+    answers, pool = [], ThreadPoolExecutor(AT_ONCE)
+    try:
+        for answer in pool.map(sampled, requests):
+            on_answers(1, len(answer.ids))
+            answers.append(answer)
+    finally:  # of an interrupted stage the server ends first, and with it the requests
+        pool.shutdown(wait=False, cancel_futures=True)
+    return answers
