@@ -191,10 +191,10 @@ class TextTokens:
         """Tell whether special tokens took blanks of the turn that begins at `start` and has the
         tokens `span`: the one before it, or the one at its end."""
         first, last = span[0] - len(self.head), span[1] - len(self.head) - 1
-        ids, place = self.encoding
+        ids, chars = self.encoding
         is_special = first > 0 and ids[first - 1] in self.special_ids
-        takes_end = self.text[self.start + place(last)[0]].isspace()
-        return (is_special and place(first - 1)[1] > start - self.start) or (
+        takes_end = self.text[self.start + chars(last)[0]].isspace()
+        return (is_special and chars(first - 1)[1] > start - self.start) or (
             ids[last] in self.special_ids and takes_end
         )
 
