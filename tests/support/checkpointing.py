@@ -42,7 +42,8 @@ class Run:
         self, base: Path, world: World, config: RunConfig = CONFIG, micro_batch_size: int = 3
     ) -> None:
         self.world, self.config, self.micro_batch_size = world, config, micro_batch_size
-        self.training = built_model(base, config, make_plan(), world).training
+        attention = "sdpa" if world.context is None else "flex"
+        self.training = built_model(base, config, make_plan(), world, attention=attention).training
         self.optimizer = make_optimizer(self.training, config.train)
 
     def losses(self, *, first: int) -> Iterator[float]:

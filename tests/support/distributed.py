@@ -77,12 +77,12 @@ def run_in_group(
     *args: Any,
     world_size: int,
     device: str = "cpu",
-    shard_size: int | None = None,
+    **options: int | None,
 ) -> list[Any]:
     """Call `function(world, *args)` in processes that have joined a group, as `run_distributed`
-    does; shard_size: as for `process_group`."""
-    options = {"timeout_s": TIMEOUT_S, "shard_size": shard_size}
-    return run_distributed(_in_group, function, args, device, options, world_size=world_size)
+    does; options: as for `process_group`."""
+    timed = {"timeout_s": TIMEOUT_S, **options}
+    return run_distributed(_in_group, function, args, device, timed, world_size=world_size)
 
 
 def _in_group(

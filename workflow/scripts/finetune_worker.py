@@ -83,7 +83,11 @@ def work(
         pulse.phase(JOINING, least_s=JOIN_S)
         world = stack.enter_context(
             process_group(
-                plan.device, timeout_s=args.timeout_s, shard_size=plan.shards, moved=pulse.moved
+                plan.device,
+                timeout_s=args.timeout_s,
+                shard_size=plan.shards,
+                context_parallel=plan.context_parallel,
+                moved=pulse.moved,
             )
         )
         torch.use_deterministic_algorithms(config.train.deterministic)
@@ -399,7 +403,9 @@ def write_results(
         (partial / "adapter").mkdir(parents=True)
     torch.distributed.barrier(world.io_group)  # the others write into the folder, too
     save_adapter(training, partial / "adapter", world=world)
-    logits = trained_logits(training, run.store, device=world.device)
+    shared = world.context is not None  # a process has no memory for whole rows
+    most_tokens = world.slice_tokens(run.store.seq_len) if shared else None
+    logits = trained_logits(training, run.store, device=world.device, most_tokens=most_tokens)
     peak = journal.peak_over_processes()
     if not world.is_main:
         return

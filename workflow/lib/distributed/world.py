@@ -28,6 +28,8 @@ class World:
     mesh: DeviceMesh  # of `process_mesh`
     io_group: dist.ProcessGroup
     """gloo, for decisions and checkpoints beside the training's collectives, without a GPU."""
+    context: dist.ProcessGroup | None = None
+    """The neighbours that share this process's rows; None: it has rows of its own."""
     moved: Callable[[], None] = lambda: None
     """Called by long work after each of its parts: `Pulse.moved`, where there is a heartbeat."""
 
@@ -39,6 +41,20 @@ class World:
     def shard_size(self) -> int:
         """Processes that share one copy of the model."""
         return self.axis("shard").size()
+
+    @property
+    def row_groups(self) -> int:
+        """Groups of processes with rows of their own."""
+        return self.size // (1 if self.context is None else self.context.size())
+
+    @property
+    def row_group(self) -> int:
+        """Number of this process's group among them."""
+        return self.rank * self.row_groups // self.size
+
+    def slice_tokens(self, seq_len: int) -> int:
+        """Return a process's tokens of a row of `seq_len`."""
+        return -(-seq_len * self.row_groups // self.size)
 
     def gathered(self, value: ValueT) -> list[ValueT]:
         """Return the value of every process, over the CPU. Collective."""
@@ -59,11 +75,12 @@ def process_group(
     *,
     timeout_s: float,
     shard_size: int | None = None,
+    context_parallel: int = 1,
     moved: Callable[[], None] = lambda: None,
 ) -> Iterator[World]:
     """Join the process group of torchrun's environment and leave it at the end; not after an error
     (NCCL would wait), when the process has to end. device_type: `cuda` (NCCL) or `cpu` (gloo);
-    shard_size: neighbours that share a copy, None: all; moved: of `World`. The process dies with
+    shard_size: neighbours that share a copy, None: all; context_parallel: that share rows; moved: of `World`. The process dies with
     its launcher. Collective."""
     die_with_launcher()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -79,7 +96,8 @@ def process_group(
     mesh = process_mesh(device_type, size=size, shard_size=shard_size or size)
     try:
         group = dist.new_group(backend="gloo", timeout=timeout)
-        yield World(rank, size, device, mesh, group, moved)
+        context = context_group(device_type, size=size, context_parallel=context_parallel)
+        yield World(rank, size, device, mesh, group, context, moved)
     except SystemExit:  # a requested stop, on all processes
         dist.destroy_process_group()
         raise
@@ -94,6 +112,18 @@ def process_mesh(device_type: str, *, size: int, shard_size: int) -> DeviceMesh:
         return init_device_mesh(device_type, (size,), mesh_dim_names=("shard",))
     sizes = (size // shard_size, shard_size)
     return init_device_mesh(device_type, sizes, mesh_dim_names=("replica", "shard"))
+
+
+def context_group(
+    device_type: str, *, size: int, context_parallel: int
+) -> dist.ProcessGroup | None:
+    """Return the neighbours along the axis `context`, which share each row, of all processes; None
+    for one. Collective."""
+    if context_parallel == 1:
+        return None
+    sizes = (size // context_parallel, context_parallel)
+    mesh = init_device_mesh(device_type, sizes, mesh_dim_names=("rows", "context"))
+    return mesh.get_group("context")
 
 
 def vocabulary_mesh(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh]:

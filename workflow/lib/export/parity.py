@@ -34,14 +34,19 @@ RELATIVE_TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 
 
 
 def trained_logits(
-    training: CausalLMForTraining, store: TokenStore, *, device: torch.device
+    training: CausalLMForTraining,
+    store: TokenStore,
+    *,
+    device: torch.device,
+    most_tokens: int | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Return `input_ids.<i>`, `logits.<i>` (positions, vocab) and `digest`, CPU. Collective."""
+    """Return `input_ids.<i>`, `logits.<i>` (positions, vocab) and `digest`, CPU. Collective.
+    most_tokens: of a document, None: all."""
     training.eval()
     tensors = {"digest": adapter_digest(trainable_parameters(training))}
     with forward_only(training):
         for number, (ids, _) in enumerate(store.heldout_documents()[:DOCUMENTS]):
-            row = torch.from_numpy(ids.astype("int64")).to(device)
+            row = torch.from_numpy(ids[:most_tokens].astype("int64")).to(device)
             positions = torch.arange(len(row), device=device)
             logits = training.logits(row[None], positions[None], positions[-POSITIONS:]).cpu()
             tensors |= {f"input_ids.{number}": row.cpu(), f"logits.{number}": logits.contiguous()}

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from workflow.lib.kernels.attention.row_cut import RowCut
 from workflow.lib.kernels.attention.shared_prompts import SharedPrompts
 from workflow.lib.model.documents import Documents
 from workflow.lib.objectives.objective import TokensOfBatch
@@ -15,7 +16,8 @@ from workflow.lib.objectives.objective import TokensOfBatch
 class MicroBatch(TokensOfBatch):
     """Packed rows and their predicted tokens. `positions` index the flattened (rows * seq_len)
     hidden states. `bounds` are `attention.packed.document_bounds(position_ids)`, computed in host
-    memory: for a device the host would wait."""
+    memory: for a device the host would wait. With a `cut` tokens are those of this process's slices,
+    and bounds those of whole rows."""
 
     input_ids: torch.Tensor  # (rows, seq_len)
     position_ids: torch.Tensor
@@ -45,7 +47,7 @@ class MicroBatch(TokensOfBatch):
         def changed(value: Any) -> Any:
             if isinstance(value, tuple):
                 return change(value[0]), value[1]
-            if isinstance(value, Documents | SharedPrompts):
+            if isinstance(value, Documents | RowCut | SharedPrompts):
                 return value.each(change)
             return None if value is None else change(value)
 

@@ -20,6 +20,7 @@ from workflow.lib.kernels.attention.attention_choice import FLEX, VARLEN, WIDEST
 from workflow.lib.kernels.attention.flex import flex_arguments
 from workflow.lib.kernels.attention.flex_masks import MaskKind
 from workflow.lib.kernels.attention.packed import FLATTENED, document_bounds, flash_arguments
+from workflow.lib.kernels.attention.row_cut import RowCut
 from workflow.lib.kernels.attention.shared_prompts import SharedPrompts, prompt_mask
 from workflow.lib.model.documents import Documents, documents_of
 from workflow.lib.model.layers.adapter_dropout import AdapterState
@@ -123,15 +124,16 @@ class PreparedDecoder:
         bounds: tuple[torch.Tensor, int] | None = None,
         documents: Documents | None = None,
         shared: SharedPrompts | None = None,
+        cut: RowCut | None = None,
     ) -> dict[str, Any]:
         """Return the arguments of the next call of decoder or causal LM, for ids and positions
         (rows, seq_len) int64, 0 at documents' starts; recurrent layers get the documents. bounds,
-        documents, shared: as in `MicroBatch`; None: computed, for which the host waits."""
+        documents, shared, cut: as in `MicroBatch`; None: computed, for which the host waits."""
         if self._recurrent:
             documents = documents or documents_in(position_ids)
             for layer in self._recurrent:  # of this forward and its backward
                 layer.documents = documents
-        inputs = decoder_inputs(self.attention, input_ids, position_ids, bounds)
+        inputs = decoder_inputs(self.attention, input_ids, position_ids, bounds, cut)
         if shared is not None:
             inputs |= self._shared_arguments(shared, position_ids)
         if self.in_head_groups and self.attention == VARLEN:
@@ -208,12 +210,16 @@ def decoder_inputs(
     input_ids: torch.Tensor,
     position_ids: torch.Tensor,
     bounds: tuple[torch.Tensor, int] | None,
+    cut: RowCut | None = None,
 ) -> dict[str, Any]:
     """Return the decoder's arguments. No mask: one of ones would switch off document bounds."""
     documents: dict[str, Any] = {}
     if attention == FLEX:
-        documents = flex_arguments(position_ids, longest=bounds[1] if bounds else None)
+        whole = position_ids if cut is None else cut.position_ids
+        documents = flex_arguments(whole, longest=bounds[1] if bounds else None)
     if attention in FLATTENED:
         documents = flash_arguments(*(bounds or document_bounds(position_ids)))
         input_ids, position_ids = input_ids.reshape(1, -1), position_ids.reshape(1, -1)
+    if cut is not None:
+        documents["row_cut"] = cut
     return {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False} | documents

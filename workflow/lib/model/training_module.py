@@ -132,9 +132,11 @@ class CausalLMForTraining(nn.Module):
         """Number of layers that take packed documents one by one."""
         return self._prepared.recurrent_layers
 
-    def share_prompts_(self) -> str | None:
+    def share_prompts_(self, *, rows_are_cut: bool = False) -> str | None:
         """Make documents of an example share their prompt; return why they cannot, or None."""
         obstacle = self._prepared.sharing_obstacle()
+        if rows_are_cut:
+            obstacle = "processes share rows"
         if self.router_balance is not None:
             obstacle = "the balance of routers is that of whole rows"
         self.shares_prompts = obstacle is None
@@ -178,6 +180,7 @@ class CausalLMForTraining(nn.Module):
         loss first. In training its gradient, not its value, includes the routers' load-balancing
         loss."""
         self.adapters.row_keys = batch.row_keys
+        self.adapters.offset = 0 if batch.cut is None else batch.cut.first
         balance = self.router_balance if self.training else None
         counting: AbstractContextManager[None] = nullcontext()
         if balance is not None:
@@ -222,6 +225,7 @@ class CausalLMForTraining(nn.Module):
             bounds=None if batch is None else batch.bounds,
             documents=None if batch is None else batch.documents,
             shared=None if batch is None else batch.shared,
+            cut=None if batch is None else batch.cut,
         )
         with self._embedding(None if batch is None else batch.embedded), self._saving():
             hidden: torch.Tensor = decoder(**inputs).last_hidden_state

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from workflow.lib.kernels.attention.row_cut import share
 from workflow.lib.objectives.next_token import NEXT_TOKEN
 from workflow.lib.objectives.objective import (
     DocumentSums,
@@ -66,7 +67,8 @@ class RatedAnswers:
             every = (self.beta * v, answer.log_p)
             sums_by_kind = [x.where(kind, 0.0).sum() for x in every for kind in (good, ~good)]
             figures = torch.stack([*sums_by_kind, mismatched.ratio.sum()])
-        return self._losses(v, good, z).sum(), figures
+        loss = self._losses(v, good, z).sum()
+        return share(loss, batch.cut), share(figures, batch.cut)
 
     def _losses(self, v: torch.Tensor, good: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         """Return the loss of each answer."""

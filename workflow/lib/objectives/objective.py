@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from workflow.lib.kernels.attention.row_cut import RowCut
+
 
 class Teacher(NamedTuple):
     """A teacher's outcomes of n trained tokens. The loss of a token is T^2 KL(teacher || student) +
@@ -78,9 +80,18 @@ class TokensOfBatch:
     teacher_ids: torch.Tensor | None = None  # (n, k), the teacher's likeliest tokens
     teacher_log_probs: torch.Tensor | None = None
     """(n, k + 1) fp32, log p of these and of all others together."""
+    cut: RowCut | None = None
+    """Of rows that processes share; documents are those of whole rows."""
     step_sizes: torch.Tensor | None = None  # of the step (`Objective.step_sizes`), fp32
     estimate: torch.Tensor | None = None
     """() fp32, of the step: the figure `Objective.estimated`; None before its computation."""
+
+
+BY_TOKEN = (
+    *("targets", "weights", "advantages", "sampled_log_probs", "reference", "scored"),
+    *("teacher_ids", "teacher_log_probs"),
+)
+"""Fields of `TokensOfBatch` with a row for each trained token, besides `positions`."""
 
 
 class TokensOfRows(Protocol):
@@ -162,12 +173,14 @@ class Objective(Protocol):
 
 def document_sums(values: torch.Tensor, batch: TokensOfBatch) -> torch.Tensor:
     """Return the sum (documents,) of `values` (n,) over each document's trained tokens, in their
-    order on every device; 0 of padding."""
+    order on every device; 0 of padding. Collective where rows are shared."""
     sums = values.new_zeros(len(batch.bounds[0]) - 1)
     # atomic additions have a random order: index_put_ sorts first on a GPU
-    return sums.index_put((document_numbers(batch),), values, accumulate=True)
+    sums = sums.index_put((document_numbers(batch),), values, accumulate=True)
+    return sums if batch.cut is None else batch.cut.summed(sums)
 
 
 def document_numbers(batch: TokensOfBatch) -> torch.Tensor:
     """Return the document (n,) int64 of each trained token, by number in the micro-batch."""
-    return torch.searchsorted(batch.bounds[0], batch.positions, right=True) - 1
+    places = batch.positions if batch.cut is None else batch.cut.places
+    return torch.searchsorted(batch.bounds[0], places, right=True) - 1

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import logsigmoid
 
+from workflow.lib.kernels.attention.row_cut import share
 from workflow.lib.objectives.next_token import NEXT_TOKEN
 from workflow.lib.objectives.objective import (
     DocumentSums,
@@ -100,7 +101,7 @@ class Pairs:
             assert batch.step_sizes is not None
             pairs_per_token = batch.step_sizes[0] / batch.step_sizes[1]
             loss = loss - self.sft_weight * pairs_per_token * chosen.log_p.sum()
-        return loss, self._figures(chosen, rejected)
+        return share(loss, batch.cut), share(self._figures(chosen, rejected), batch.cut)
 
     def token_losses(self, head: Head, states: torch.Tensor, batch: TokensOfBatch) -> torch.Tensor:
         """Return -log p."""

@@ -24,7 +24,7 @@ from transformers.masking_utils import sdpa_mask
 
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.decoder_layers import decoder_layers, drop_other_parts_
-from workflow.lib.distributed.world import World, process_mesh
+from workflow.lib.distributed.world import World, context_group, process_mesh
 from workflow.lib.kernels.attention.document_lengths import equal_lengths
 from workflow.lib.kernels.attention.flex_masks import RECORDED_LENGTHS
 from workflow.lib.model.adaptable_linears import mark_kept_, note_without_adapter_, weight_shapes
@@ -154,7 +154,10 @@ def _fake_world(plan: StepPlan) -> Iterator[World]:
     assert group is not None
     try:
         mesh = process_mesh(RECORDED, size=plan.processes, shard_size=plan.shards)
-        yield World(0, plan.processes, torch.device(RECORDED, 0), mesh, group)
+        context = context_group(
+            RECORDED, size=plan.processes, context_parallel=plan.context_parallel
+        )
+        yield World(0, plan.processes, torch.device(RECORDED, 0), mesh, group, context)
     finally:
         dist.destroy_process_group()
 
@@ -208,7 +211,7 @@ class _Run:
         self._head: Any = model.get_output_embeddings()
         looks_up = not len(cast(torch.Tensor, self._embedding.weight))
         self._rows_of = self._embedding_rows if looks_up else None
-        self._batches = RecordedBatches(self._training, plan, tape, world.device, self._rows_of)
+        self._batches = RecordedBatches(self._training, plan, tape, world, self._rows_of)
 
     def load(self, recorder: AllocationRecorder) -> None:
         """Allocate the tensors of training, without values."""

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 
 from workflow.lib.data.tokens.token_store import OPTIONAL
+from workflow.lib.distributed.world import World
+from workflow.lib.kernels.attention.row_cut import RowCut
 from workflow.lib.kernels.attention.shared_prompts import SharedPrompts
 from workflow.lib.model.documents import documents_of
 from workflow.lib.model.micro_batch import MicroBatch
@@ -31,12 +33,12 @@ class RecordedBatches:
         training: CausalLMForTraining,
         plan: StepPlan,
         tape: LayerTape,
-        device: torch.device,
+        world: World,
         rows_of: Callable[[torch.Tensor], torch.Tensor] | None,
     ) -> None:
         """rows_of: embedding rows (n, hidden) of ids (n,), if they come from host memory."""
-        self._training, self._plan, self._tape, self._device = training, plan, tape, device
-        self._rows_of = rows_of
+        self._training, self._plan, self._tape, self._rows_of = training, plan, tape, rows_of
+        self._device, self._context = world.device, world.context
 
     @property
     def seq_len(self) -> int:
@@ -77,8 +79,8 @@ class RecordedBatches:
 
     def batch(self, rows: int) -> MicroBatch:
         """Return a micro-batch of so many rows in host memory, with its objective's inputs."""
-        length, documents = self._plan.seq_len, self._documents(rows)
-        ids = torch.zeros(rows, length, dtype=torch.int64)
+        documents = self._documents(rows)
+        ids = torch.zeros(rows, self._plan.slice_tokens, dtype=torch.int64)
         batch = MicroBatch(
             input_ids=ids,
             position_ids=torch.zeros_like(ids),
@@ -89,15 +91,27 @@ class RecordedBatches:
             documents=documents_of(documents),
             lengths=torch.zeros(rows, dtype=torch.int64),
         )
-        return self._with_objective_inputs(batch)
+        return self._with_objective_inputs(replace(batch, cut=self._cut(batch)))
+
+    def _cut(self, batch: MicroBatch) -> RowCut | None:
+        """Return the whole rows of a micro-batch, if processes share them."""
+        if self._context is None:
+            return None
+        whole = batch.input_ids.new_zeros(len(batch.input_ids), self._whole_tokens)
+        return RowCut(self._context, whole, batch.positions)
+
+    @property
+    def _whole_tokens(self) -> int:
+        """Tokens of a row over all processes that share it."""
+        return self._plan.slice_tokens * self._plan.context_parallel
 
     def _documents(self, rows: int) -> list[int]:
         """Return the lengths of the documents of so many rows, in tokens."""
-        plan = self._plan
-        count = min(math.ceil(rows * plan.documents_per_row), rows * plan.seq_len)
+        plan, tokens = self._plan, self._whole_tokens
+        count = min(math.ceil(rows * plan.documents_per_row), rows * tokens)
         counts = [count // rows + (row < count % rows) for row in range(rows)]
         return [
-            plan.seq_len // row_count + (number < plan.seq_len % row_count)
+            tokens // row_count + (number < tokens % row_count)
             for row_count in counts
             for number in range(row_count)
         ]

@@ -28,6 +28,7 @@ class BasePlan:
     device: str = "cuda"  # `cuda` or `cpu`
     processes: int  # of all nodes together, one for each GPU
     nodes: int = 1  # machines that share the processes equally
+    context_parallel: int = 1  # neighbouring processes that share the tokens of each row
     replicas: int = 1  # copies of the model, each sharded over its own part of the processes
     micro_batch_size: int  # rows of a process and forward pass
     accumulation_steps: int = 1  # micro-batches of a process and optimizer step
@@ -68,8 +69,13 @@ class BasePlan:
 
     @property
     def tokens(self) -> int:
-        """T: tokens of a micro-batch."""
-        return self.micro_batch_size * self.seq_len
+        """T: tokens of a process's micro-batch."""
+        return self.micro_batch_size * self.slice_tokens
+
+    @property
+    def slice_tokens(self) -> int:
+        """Tokens of a row that a process has."""
+        return -(-self.seq_len // self.context_parallel)
 
     @property
     def forward_passes(self) -> int:

@@ -157,6 +157,8 @@ class MemoryOptions(BasePlan):
             f"train.objective = {self.objective}: micro-batches have more inputs than a graph": (
                 self.objective != SUPERVISED
             ),
+            f"hardware.context_parallel = {self.context_parallel}: processes exchange heads within "
+            "a micro-batch": self.context_parallel > 1,
             f"hardware.nodes = {self.nodes}: machines exchange data within a micro-batch": (
                 self.nodes > 1
             ),

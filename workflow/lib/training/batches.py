@@ -11,13 +11,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 
 from workflow.lib.data.tokens.packing import text_lengths
 from workflow.lib.data.tokens.token_store import OPTIONAL, TokenStore
 from workflow.lib.kernels.attention.packed import document_bounds
+from workflow.lib.kernels.attention.row_cut import RowCut
 from workflow.lib.kernels.attention.shared_prompts import SharedPrompts, kept_tokens
 from workflow.lib.model.documents import documents_of
 from workflow.lib.model.micro_batch import MicroBatch
+from workflow.lib.objectives.objective import BY_TOKEN
 from workflow.lib.scores.store import Scores
 from workflow.lib.settings.objectives import PAIRED
 
@@ -86,19 +89,20 @@ def micro_batches(
     groups: Iterable[RowGroup],
     *,
     device: torch.device,
+    context: dist.ProcessGroup | None = None,
     look_up: Callable[[torch.Tensor], torch.Tensor] | None = None,
     stay_on_host: bool = False,
     apart: bool = False,
 ) -> Iterator[MicroBatch]:
     """Yield a micro-batch on `device` for each group of rows, and make the next one meanwhile.
-    look_up: embedding rows (n, hidden), in (page-locked) host memory, of ids (n,). stay_on_host:
+    context: of `World`. look_up: embedding rows (n, hidden), in (page-locked) host memory, of ids (n,). stay_on_host:
     yield them in page-locked host memory instead. apart: with their `documents`, for recurrent
     layers."""
 
     def load(group: RowGroup) -> MicroBatch:
         keys = torch.tensor(group.keys, dtype=torch.int64)
         batch = stored_batch(store, group.indices, row_tokens=group.row_tokens)
-        batch = replace(batch, row_keys=keys)
+        batch = cut_rows(replace(batch, row_keys=keys), context)
         if len(group.step_sizes) > 1:
             batch = replace(batch, step_sizes=torch.tensor(group.step_sizes))
         if look_up is not None:
@@ -201,6 +205,38 @@ def _joined(arrays: Sequence[Any], count: int) -> torch.Tensor:
     whole = np.concatenate(arrays)
     assert len(whole) == count or not count, f"{len(whole)} scores of {count} trained tokens"
     return torch.from_numpy(whole[:count])
+
+
+def cut_rows(batch: MicroBatch, context: dist.ProcessGroup | None) -> MicroBatch:
+    """Return this process's slice of each row of a micro-batch in host memory; None: the batch.
+
+    Rows are first padded to a multiple of the processes, at the end of their last documents: no
+    token sees that, and none of it is trained. A trained token is in the slice that predicts it."""
+    if context is None:
+        return batch
+    assert batch.shared is None, "documents of rows that processes share have their own prompts"
+    rows, seq_len = batch.input_ids.shape
+    width = -(-seq_len // context.size())
+    padding = width * context.size() - seq_len
+    first = width * context.rank()
+    position_ids = torch.cat(
+        [batch.position_ids, batch.position_ids[:, -1:].expand(-1, padding)], dim=1
+    )
+    input_ids = torch.nn.functional.pad(batch.input_ids, (0, padding))
+    bounds = batch.bounds[0] + batch.bounds[0] // seq_len * padding
+    row, position = batch.positions // seq_len, batch.positions % seq_len
+    own = position // width == context.rank()
+    by_token = {name: x[own] for name in BY_TOKEN if (x := getattr(batch, name)) is not None}
+    return replace(
+        batch,
+        input_ids=input_ids[:, first : first + width].contiguous(),
+        position_ids=position_ids[:, first : first + width].contiguous(),
+        positions=(row * width + position - first)[own],
+        bounds=(bounds, int(bounds.diff().max())),
+        lengths=None if batch.lengths is None else (batch.lengths - first).clamp(0, width),
+        cut=RowCut(context, position_ids, (batch.positions + row * padding)[own]),
+        **by_token,
+    )
 
 
 def make_batch(

@@ -26,7 +26,7 @@ from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.objectives.objective import DocumentSums
 from workflow.lib.settings.objectives import PAIRED
 from workflow.lib.system.errors import UserError
-from workflow.lib.training.batches import make_batch, with_scores
+from workflow.lib.training.batches import cut_rows, make_batch, with_scores
 from workflow.lib.training.checkpoint import discard, load_adapter_, save_adapter
 from workflow.lib.training.start_reference import token_losses
 
@@ -143,9 +143,10 @@ class HeldOut:
             numbers = [number for row in rows for number in row]
             weights = [self._store.heldout_weights(number) for number in numbers]
             indices = [place_of[n] for n, x in zip(numbers, weights, strict=True) for _ in x]
+            here = self._is_here(rows, world)
             own = losses.cpu().double()
-            weighted = own * torch.from_numpy(np.concatenate([*weights, np.empty(0)]))
-            documents = torch.tensor(indices, dtype=torch.int64)
+            weighted = own * torch.from_numpy(np.concatenate([*weights, np.empty(0)]))[here]
+            documents = torch.tensor(indices, dtype=torch.int64)[here]
             sums.index_add_(1, documents, torch.stack([own, weighted]))
         total = sums.to(world.device)
         dist.all_reduce(total)
@@ -171,15 +172,25 @@ class HeldOut:
     def _own_rows(self, world: World) -> Iterator[list[list[int]]]:
         """Yield the rows of this process's batches; a row without documents is padding alone. All
         processes have equally many, because each gathers the weights."""
-        own = self._rows[world.rank :: world.size]
-        num_rows = math.ceil(len(self._rows) / world.size)  # of the process with the most
+        own = self._rows[world.row_group :: world.row_groups]
+        num_rows = math.ceil(len(self._rows) / world.row_groups)  # of the process with the most
         own = [*own, *([] for _ in range(num_rows - len(own)))]
         for start in range(0, num_rows, self._micro_batch_size):
             yield own[start : start + self._micro_batch_size]
 
+    def _is_here(self, rows: Sequence[Sequence[int]], world: World) -> torch.Tensor:
+        """Return which trained tokens of rows (n,) bool are in this process's slices."""
+        documents = self._store.heldout_documents()
+        masks = [
+            rows_of_documents([documents[n] for n in row], seq_len=self._seq_len)[2] for row in rows
+        ]
+        predicting = torch.from_numpy(np.concatenate(masks).nonzero()[1] - 1)
+        slice_number = 0 if world.context is None else world.context.rank()
+        return predicting // world.slice_tokens(self._seq_len) == slice_number
+
     def _batches(self, world: World) -> Iterator[MicroBatch]:
         for rows in self._own_rows(world):
-            yield self._batch(rows).to(world.device)
+            yield cut_rows(self._batch(rows), world.context).to(world.device)
             world.moved()
 
     def _batch(self, rows: Sequence[Sequence[int]]) -> MicroBatch:

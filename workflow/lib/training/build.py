@@ -216,7 +216,9 @@ def assemble_(
         checkpoint_activations_(model, choice.recomputed)
     training.multiply_in_(plan.matmul_dtype, plan.matmul_passes)
     training.balance_routers_(router_aux_loss_coef)
-    if plan.shares_prompts and (obstacle := training.share_prompts_()):
+    if plan.shares_prompts and (
+        obstacle := training.share_prompts_(rows_are_cut=plan.context_parallel > 1)
+    ):
         logger.info("every document has its own prompt: %s", obstacle)
     layers = decoder_layers(model)  # FSDP2 changes their classes
     keep_to_backward = not plan.reshard_after_forward

@@ -32,7 +32,7 @@ from workflow.lib.settings.config import TrainConfig
 from workflow.lib.system.checksums import RecordedFile
 from workflow.lib.system.dtype_choice import COMPUTE_DTYPE, FLOAT8
 from workflow.lib.system.errors import UserError, setting_error
-from workflow.lib.training.batches import shared_lengths, stored_batch
+from workflow.lib.training.batches import cut_rows, make_batch, shared_lengths, stored_batch
 from workflow.lib.training.build import TrainingModel
 from workflow.lib.training.start_reference import token_losses
 
@@ -92,12 +92,13 @@ def startup_checks(
         _check_rows(store),
         *check_recomputation(model.training, store, world),  # with the right weights
         *check_shared_prompts(model.training, store, world),
+        *check_shared_rows(model.training, store, world),
     ]
 
 
 def _forward_first_row(training: CausalLMForTraining, store: TokenStore, world: World) -> None:
     """Set FSDP up by a first forward, before units are gathered by hand. Collective."""
-    batch = stored_batch(store, np.arange(1)).to(world.device)
+    batch = cut_rows(stored_batch(store, np.arange(1)), world.context).to(world.device)
     token_losses(training, [batch], training.objective)
 
 
@@ -200,13 +201,14 @@ def check_attention(training: CausalLMForTraining, store: TokenStore, world: Wor
     """Compare the hidden states of packed documents with each document alone, by the
     family's own eager attention: each layer's addition to the same input, and with recurrent layers
     also the sum of all additions. If no row has two documents, one document before a padding tail.
-    The row is as long as any, so kernels for its length serve the training, too. Raises `UserError`
-    if they differ. Collective."""
-    num_tokens = min(PACKED_TOKENS, store.seq_len)
+    The row is as long as any, so kernels for its length serve the training, too; rows that
+    processes share are cut off. Raises `UserError` if they differ. Collective."""
+    seq_len = world.slice_tokens(store.seq_len)
+    num_tokens = min(PACKED_TOKENS, seq_len)
     shares = PACKED_SHARES if _is_packed(store) else (1.0,)
     cuts = [round(num_tokens * share) for share in accumulate(shares, initial=0.0)]
-    ids = torch.from_numpy(store.input_ids[:1].astype("int64")).to(world.device)
-    lengths = [stop - start for start, stop in pairwise([*cuts, store.seq_len])]
+    ids = torch.from_numpy(store.input_ids[:1, :seq_len].astype("int64")).to(world.device)
+    lengths = [stop - start for start, stop in pairwise([*cuts, seq_len])]
     document_positions = [torch.arange(length, device=world.device)[None] for length in lengths]
     model: Any = training.peft_model.get_base_model()  # type: ignore[operator]
     layers = ComparedLayers(training, decoder_layers(model))
@@ -312,6 +314,39 @@ def check_shared_prompts(
     ]
 
 
+def check_shared_rows(
+    training: CausalLMForTraining, store: TokenStore, world: World
+) -> list[Check]:
+    """Compare the states of two packed documents whose row processes share with those of a process
+    with the whole row; return a check, or none. Raises `UserError` if the median of tokens differs.
+    Collective."""
+    if world.context is None:
+        return []
+    ids = store.input_ids[:1, :PACKED_TOKENS].astype("int64")
+    first = ids.shape[1] // 3
+    positions = np.concatenate([np.arange(first), np.arange(ids.shape[1] - first)])[None]
+    batch = make_batch(ids, positions, positions > 0, device=torch.device("cpu"))
+    part = cut_rows(batch, world.context)
+    assert part.cut is not None
+    own = torch.isin(batch.positions, part.cut.places).to(world.device)
+    with forward_only(training):
+        whole, cut = (training.trained_states(x.to(world.device)).float() for x in (batch, part))
+    by_token = (cut - whole[own]).norm(dim=1) / whole[own].norm(dim=1)
+    difference = max(world.gathered(float(by_token.median()) if len(by_token) else 0.0))
+    if not difference <= GROWN_TOLERANCE:
+        raise UserError(
+            "rows whose tokens processes share have other hidden states than whole rows: they "
+            f"differ by {difference:.2g} of their size, so another model would be trained. Set "
+            "hardware.context_parallel to 1."
+        )
+    return [
+        _check(
+            "rows that processes share have the hidden states of whole rows",
+            f"difference {difference:.2g} of their size over {ids.shape[1]} tokens",
+        )
+    ]
+
+
 def _drawn_gradients(
     training: CausalLMForTraining, ids: torch.Tensor, world: World
 ) -> torch.Tensor:
@@ -319,6 +354,8 @@ def _drawn_gradients(
     states of `ids` (1, tokens), by the family's own attention, without compilation."""
     model: Any = training.peft_model.get_base_model()  # type: ignore[operator]
     training.train()
+    if training.router_balance is not None:
+        training.router_balance.training = False  # no step has begun
     training.adapters.row_keys = torch.zeros(1, dtype=torch.int64, device=world.device)
     position_ids = torch.arange(ids.shape[1], device=world.device)[None]
     devices = [] if world.device.type == "cpu" else [world.device]
@@ -402,13 +439,15 @@ def _loss(
 ) -> float:
     """Return the mean loss of a trained token of the first rows, divided among processes, for any
     objective. Collective."""
-    count = math.ceil(TOKENS / store.seq_len / world.size)
+    groups = world.row_groups
+    count = math.ceil(TOKENS / store.seq_len / groups)
     total = torch.zeros(2, dtype=torch.float64, device=world.device)
     with training.with_objective(NEXT_TOKEN), forward_only(training), precision:
-        for number in range(world.rank, count * world.size, world.size):
+        for number in range(world.row_group, count * groups, groups):
             row = np.array([number % store.num_rows])
-            total[0] += training(stored_batch(store, row).to(world.device))
-            total[1] += NEXT_TOKEN.step_sizes(store, row)[0]
+            batch = cut_rows(stored_batch(store, row), world.context)
+            total[0] += training(batch.to(world.device))
+            total[1] += NEXT_TOKEN.step_sizes(store, row)[0] * groups / world.size
             world.moved()
     dist.all_reduce(total)
     return float(total[0] / total[1])

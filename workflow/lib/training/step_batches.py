@@ -94,13 +94,15 @@ class StoredBatches:
             chain.from_iterable(self.rows(step).groups for step in steps),
             device=self.world.device,
             look_up=rows_of.on_host if isinstance(rows_of, StoredRows) else None,
+            context=self.world.context,
             stay_on_host=self.stay_on_host,
             apart=self.training.recurrent_layers > 0,
         )
         return self.waited(batches)
 
     def again(self, rows: StepRows) -> Iterator[MicroBatch]:
-        return micro_batches(self.store, rows.groups, device=self.world.device)
+        world = self.world
+        return micro_batches(self.store, rows.groups, device=world.device, context=world.context)
 
     def text_tokens(self, rows: StepRows) -> int:
         store, indices = self.store, rows.indices
@@ -123,23 +125,23 @@ class StoredBatches:
             step=step,
         )
         costs = self._row_costs.of(indices)
-        processes, size = self.world.size, self.micro_batch_size
-        by_process = np.stack(
-            [process_rows(indices, costs, rank=rank, size=processes) for rank in range(processes)]
+        groups, size = self.world.row_groups, self.micro_batch_size
+        by_group = np.stack(
+            [process_rows(indices, costs, rank=rank, size=groups) for rank in range(groups)]
         )
-        own_indices = by_process[self.world.rank]
+        own_indices = by_group[self.world.row_group]
         sizes = self.training.objective.step_sizes(self.store, indices)
-        groups = [
+        own_groups = [
             RowGroup(
                 part := own_indices[start : start + size],
                 row_keys(self.settings.seed, step=step, rows=part),
                 sizes,
-                self._row_tokens(by_process[:, start : start + size]),
+                self._row_tokens(by_group[:, start : start + size]),
             )
             for start in range(0, len(own_indices), size)
         ]
         trained_tokens = int(self.store.trained_tokens_per_row[indices].sum())
-        return StepRows(step, indices, groups, trained_tokens, sizes)
+        return StepRows(step, indices, own_groups, trained_tokens, sizes)
 
     def _row_tokens(self, rows: npt.NDArray[np.int64]) -> int | None:
         """Return the tokens of the longest of all processes' rows with shared prompts: processes

@@ -30,6 +30,7 @@ from workflow.lib.kernels.attention.arguments import (
 )
 from workflow.lib.kernels.attention.attention_choice import FLEX
 from workflow.lib.kernels.attention.flex_masks import PackedMasks
+from workflow.lib.kernels.attention.head_exchange import over_whole_rows
 from workflow.lib.kernels.kernel_launch import launch
 from workflow.lib.system.device_types import RECORDED
 
@@ -46,6 +47,7 @@ def flex_arguments(
     return {"packed_masks": PackedMasks(position_ids, longest)}
 
 
+@over_whole_rows
 def flex_attention(
     module: nn.Module,
     query: torch.Tensor,

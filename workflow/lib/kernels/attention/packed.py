@@ -25,6 +25,7 @@ from workflow.lib.kernels.attention.head_groups import (
     cudnn_kernels,
     varlen_kernels,
 )
+from workflow.lib.kernels.attention.head_exchange import over_whole_rows
 from workflow.lib.kernels.attention.shared_prompts import SharedPrompts, document_starts
 from workflow.lib.kernels.attention.wide import wide_attention
 
@@ -54,6 +55,7 @@ def flash_arguments(bounds: torch.Tensor, longest: int) -> dict[str, torch.Tenso
     }
 
 
+@over_whole_rows
 def varlen_attention(
     module: torch.nn.Module,
     query: torch.Tensor,

@@ -38,6 +38,7 @@ class Draw(NamedTuple):
     linear: int  # number of the linear among those of the model
     threshold: int  # dropped draws of 65,536
     part: Part = Part()  # the input's tokens
+    offset: int = 0  # position in its row of the first token of each
 
     def row_tokens(self, count: int) -> int:
         """Return the tokens of a row, for an input of `count` tokens. Asserts that rows are whole:
@@ -62,8 +63,8 @@ def _by_kernel(
     size = min(PROGRAM_GROUPS, power_of_two(groups))
     launch(
         "elementwise.drop", (tokens, -(-groups // size)), out, rows.contiguous(), draw.row_keys,
-        draw.row_tokens(tokens), draw.part.start, features, groups, draw.linear, draw.threshold,
-        add=add, size=size, num_warps=WARPS,
+        draw.row_tokens(tokens), draw.part.start, draw.offset, features, groups, draw.linear,
+        draw.threshold, add=add, size=size, num_warps=WARPS,
     )  # fmt: skip
     if add or out is rows:
         increment_version((out,))
@@ -83,7 +84,7 @@ def _by_torch(out: torch.Tensor, rows: torch.Tensor, draw: Draw, add: bool = Fal
 
 def _drops(draw: Draw, tokens: torch.Tensor, row_tokens: int, features: int) -> torch.Tensor:
     """Return which elements of tokens (n,) of the micro-batch are dropped, (n, features) bool."""
-    positions = (tokens % row_tokens)[:, None]
+    positions = (tokens % row_tokens + draw.offset)[:, None]
     counter = (
         torch.arange(-(-features // 8), device=tokens.device)[None],
         positions,
@@ -117,7 +118,7 @@ def philox(
 
 def _case(device: torch.device, dtype: torch.dtype) -> Case:
     keys = torch.tensor([3, 2**40], device=device)
-    return *drawn(device, dtype, (6, 83), (6, 83)), Draw(keys, 7, 20_000, Part(1, 8)), True
+    return *drawn(device, dtype, (6, 83), (6, 83)), Draw(keys, 7, 20_000, Part(1, 8), 5), True
 
 
 drop = Op("dropout", reference=_by_torch, kernel=_by_kernel, case=_case, exact=True)

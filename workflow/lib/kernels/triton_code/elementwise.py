@@ -137,16 +137,16 @@ def lengthen_backward(
 @triton.jit
 def drop(
     out, x, row_keys,
-    row_tokens, first, features, groups, linear, threshold,
+    row_tokens, first, offset, features, groups, linear, threshold,
     add: tl.constexpr, size: tl.constexpr,
 ):  # fmt: skip
     """Drop from some groups of features of one token: `rows.dropout` says by which draws. first:
-    number of the first token in the micro-batch."""
+    number of the first token in the micro-batch; offset: position of a row's first token."""
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * size + tl.arange(0, size)
     none = tl.zeros((size,), dtype=tl.int32)
     key = tl.load(row_keys + (token + first) // row_tokens)
-    position = none + ((token + first) % row_tokens).to(tl.int32)
+    position = none + ((token + first) % row_tokens + offset).to(tl.int32)
     # 7: `rows.dropout.ROUNDS`
     one, two, three, four = tl.philox(key, group, position, none + linear, none, 7)
     start = token * features

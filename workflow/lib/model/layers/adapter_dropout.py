@@ -22,6 +22,8 @@ class AdapterState:
     def __init__(self) -> None:
         self.row_keys: torch.Tensor | None = None
         """(rows,) int64, of the current micro-batch."""
+        self.offset = 0
+        """Position in its row of the first token of each."""
         self.sharded = False
         """Whether weights are gathered for each use: casts of them would outlive them."""
         self._part = Part()
@@ -76,7 +78,7 @@ class AdapterState:
         assert self.row_keys is not None, (
             "a micro-batch without keys of its rows cannot be dropped from"
         )
-        return Draw(self.row_keys, linear, threshold, self._part)
+        return Draw(self.row_keys, linear, threshold, self._part, self.offset)
 
     def casts(self) -> Casts | None:
         """Return the cached casts; None where casts are not cached."""
