@@ -25,6 +25,7 @@ OFFLOADED = {"offload_activations": True}
 WITH_TABLES = {"trains_head": True, "trains_embedding": True}
 PAIRS = {"objective": "dpo", "documents_per_row": 2.0}
 SOME_OF_THREE = {"processes": 3, "activation_checkpointing": 2}
+SHARED_ROWS = {"processes": 2, "context_parallel": 2}
 FEW_NUMBERS = 64  # bytes: a scalar, the keys of a micro-batch's rows
 # And of matmuls in 8 bits the scales of the weights' rows, made in the first forward.
 STAY = {
@@ -87,6 +88,8 @@ def tapes(process):
         GRAPHS | OFFLOADED,
         KEPT | GRAPHS | {"offload_activations": 4},
         SOME_OF_THREE,
+        SHARED_ROWS,
+        SHARED_ROWS | KEPT | {"processes": 3, "context_parallel": 3, "attention": "flex"},
         {"processes": 4, "replicas": 2, "accumulation_steps": 2, "offload_embedding": True},
         {"activation_checkpointing": 8, "offload_activations": 4},
         {"matmul_dtype": "float8"},

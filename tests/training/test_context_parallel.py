@@ -1,11 +1,8 @@
 """Runs whose rows are shared by several processes: losses, gradients, masks and resumed steps are
 those of one process with whole rows."""
 
-from functools import partial
-
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
 
 from tests.objectives.dense import DENSE, TokenTable
@@ -15,11 +12,11 @@ from tests.support.checkpointing import IDENTITY, SAVED, Run
 from tests.support.distributed import run_in_group
 from tests.support.family_runs import LENGTHS, LOSS, family_store, make_bases, randomize_
 from tests.support.gathering import all_full
-from tests.support.models import base_fixture, random_store
+from tests.support.models import base_fixture
 from tests.support.plans import make_plan
 from tests.support.rounding import assert_rounded
 from tests.support.scored_rows import ROWS
-from tests.support.training_loops import STEPS, restart_, settings, trainer, values_of
+from tests.support.training_loops import STEPS, settings, trainer
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.objectives.from_settings import objective_of

@@ -239,13 +239,14 @@ def step_rows(sizes: BenchmarkConfig, *, processes: int) -> int:
 def run_settings(request: Request, *, device: str) -> RunConfig:
     """Return the settings of a request's run; raises `UserError` for an impossible one."""
     sizes, count = request.sizes, request.processes
+    sharing = request.settings.get("hardware", {}).get("context_parallel", 1)
     document: dict[str, Any] = {
         "data": {"seq_len": sizes.seq_len},
         "lora": {"r": sizes.rank, "alpha": 2 * sizes.rank},
         "train": {
             "epochs": None,
             "max_steps": sizes.steps,
-            "global_batch_size": step_rows(sizes, processes=count),
+            "global_batch_size": step_rows(sizes, processes=count // sharing),
             "micro_batch_size": sizes.micro_batch_size,
             "learning_rate": 1e-4,
         },

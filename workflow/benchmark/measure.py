@@ -77,12 +77,17 @@ class Job:
 
 def measure(jobs: Sequence[Job]) -> Iterator[Measurement | None]:
     """Build, check and train each job's model; yield the measurement on the main process, None on
-    others. Collective. All jobs have the same device, shard size and timeout. Raises `UserError` if
-    GPU memory runs out."""
+    others. Collective. All jobs have the same device, groups of processes
+    and timeout. Raises `UserError` if GPU memory runs out."""
     plan, timeout_s = jobs[0].plan, jobs[0].timeout_s
     with (
         Pulse(rank=int(os.environ["RANK"]), start_s=timeout_s, step_s=STEP_S) as pulse,
-        process_group(plan.device, timeout_s=timeout_s, shard_size=plan.shards) as world,
+        process_group(
+            plan.device,
+            timeout_s=timeout_s,
+            shard_size=plan.shards,
+            context_parallel=plan.context_parallel,
+        ) as world,
     ):
         for job in jobs:
             pulse.phase("loading")
@@ -102,7 +107,7 @@ def together(everyone: Sequence[Observed], job: Job) -> Measurement:
     """Return the measurement over all processes; speed is of the last two thirds of steps."""
     main = everyone[0]
     timed = main.step_s[len(main.step_s) // 3 :]
-    tokens = job.plan.micro_batch_size * job.plan.accumulation_steps * job.run["data"]["seq_len"]
+    tokens = job.plan.tokens * job.plan.accumulation_steps
     pairs_per_s = job.pairs and job.pairs / len(everyone) / statistics.median(timed)
     largest = {name: max(getattr(observed, name) for observed in everyone) for name in LARGEST}
     return Measurement(

@@ -71,17 +71,18 @@ def main(args: argparse.Namespace) -> None:
 
 def starts(wanted: Mapping[str, Request], *, together: int) -> Iterator[list[str]]:
     """Yield the keys that one start of workers measures: neighbours with equal processes, cap and
-    sharding; peers alone."""
+    groups; peers alone."""
     for (peer, *_), group in groupby(wanted.items(), key=lambda item: _start_kind(item[1])):
         keys = [key for key, _ in group]
         size = together if peer is None else 1
         yield from (keys[i : i + size] for i in range(0, len(keys), size))
 
 
-def _start_kind(request: Request) -> tuple[str | None, int, float | None, object]:
+def _start_kind(request: Request) -> tuple[object, ...]:
     peer = None if request.peer is None else request.name
-    sharded_over = request.settings.get("hardware", {}).get("shard_size")
-    return peer, request.processes, request.sizes.memory_cap_gib, sharded_over
+    hardware = request.settings.get("hardware", {})
+    groups = [hardware.get(name) for name in ("shard_size", "context_parallel")]
+    return peer, request.processes, request.sizes.memory_cap_gib, *groups
 
 
 def work(args: argparse.Namespace) -> None:

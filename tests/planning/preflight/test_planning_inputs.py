@@ -216,3 +216,27 @@ def test_dropout_on_experts_is_refused_before_training():
     names = ["q_proj", "o_proj"]
     others = target_ranks(run_config(lora={"dropout": 0.1, "target_modules": names}), shape)
     assert {path.rpartition(".")[2] for path in others} == {*names}
+
+
+def test_processes_that_share_rows_have_slices_of_more_rows():
+    """Of four processes two groups: 6 rows each in place of 3, of 683 tokens in place of 2,048."""
+    train = {"global_batch_size": 12}
+    found = [
+        plan_from_settings(
+            run_config(hardware={"context_parallel": size}, train=train, data={"seq_len": 2048}),
+            llama_8b,
+            machine(processes=3 * size),
+        )
+        for size in (1, 3)
+    ]
+    assert [(x.row_groups, x.accumulation_steps, x.tokens) for x in found] == [
+        (3, 4, 2048),
+        (3, 4, 683),
+    ]
+    assert found[1].graph_obstacle.startswith("hardware.context_parallel = 3:")
+
+
+def test_processes_that_share_rows_exchange_heads_on_a_cpu_too():
+    run = run_config(hardware={"context_parallel": 2})
+    found = plan_from_settings(run, llama_8b, machine(device="cpu", gpu_bytes=None))
+    assert found.attention == "flex"

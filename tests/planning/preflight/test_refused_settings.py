@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.decisions import llama_8b, message, run_config
 from tests.support.preflight_examples import cpu_machine, llama_70b, machine, token_counts
+from tests.support.refusals import refusal
 from workflow.lib.model.architecture.model_shape import Linear
 from workflow.lib.planning.preflight.checks import check_served, check_settings, check_tokens
 from workflow.lib.settings.config import RunConfig
@@ -113,6 +114,11 @@ IMPOSSIBLE = [
         "train.micro_batch_size = 3: must divide",
     ),
     ({"hardware": {"gpus": 4, "shard_size": 3}}, "hardware.shard_size = 3: must divide"),
+    (
+        {"hardware": {"gpus": 4, "context_parallel": 3}},
+        "hardware.context_parallel = 3: must divide the 4 processes that share the weights. Set it "
+        "to 1, 2, 4",
+    ),
     (
         {"hardware": {"gpus": 2, "offload_layers": 81}},
         "hardware.offload_layers = 81: the model has 80",
@@ -230,3 +236,54 @@ def test_model_that_a_server_cannot_have_is_refused_with_a_way_that_works(
 )
 def test_model_that_a_server_may_have_is_not_refused(shape, export, packages, options):
     limited(shape, export, packages, **options)
+
+
+def sharing(shape=llama_8b, *, size=2, gpus=4, **settings):
+    """Compare a run whose processes share rows with the model."""
+    hardware = {"gpus": gpus, "context_parallel": size, **settings.pop("hardware", {})}
+    return refusal(
+        check_settings,
+        run_config(hardware=hardware, train={"global_batch_size": 4}, **settings),
+        shape,
+        {},
+        trains_here=False,
+    )
+
+
+def changed(**layer):
+    return replace(llama_8b, kinds=(replace(DENSE, **layer),))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"hardware": {"shard_size": 2}, "size": 4}, "4: must divide the 2 processes that share"),
+        ({"size": 32, "gpus": 64, "data": {"seq_len": 16}}, "32: a row has 16 tokens"),
+        ({"shape": changed(num_heads=3), "size": 4}, "4: a layer has 3 heads, which the processes"),
+        ({"shape": changed(recurrent=True)}, "2: layers of llama keep a state along the tokens"),
+        (
+            {
+                "shape": replace(llama_8b, attention_dropout=0.1),
+                "model": {"attention_dropout": "family"},
+            },
+            "2: only varlen and flex exchange heads, and flex cannot: it cannot drop attention",
+        ),
+    ],
+    ids=["shards", "tokens", "heads", "recurrent", "dropout"],
+)  # fmt: skip
+def test_rows_that_processes_cannot_share_are_refused(arguments, said):
+    assert sharing(**arguments).startswith(f"hardware.context_parallel = {said}")
+
+
+def test_attention_that_exchanges_no_heads_is_refused():
+    assert sharing(model={"attention": "sdpa"}) == (
+        "model.attention = 'sdpa': it cannot exchange heads (hardware.context_parallel); varlen "
+        "and flex can. Set it to auto."
+    )
+
+
+def test_rows_of_a_step_are_counted_by_groups_that_share_them():
+    settings = {"hardware": {"gpus": 6, "context_parallel": 2}, "train": {"global_batch_size": 4}}
+    assert "must be a multiple of the 3 groups of 2 processes" in refusal(
+        check_settings, run_config(**settings), llama_8b, {}, trains_here=False
+    )

@@ -80,8 +80,8 @@ def process_group(
 ) -> Iterator[World]:
     """Join the process group of torchrun's environment and leave it at the end; not after an error
     (NCCL would wait), when the process has to end. device_type: `cuda` (NCCL) or `cpu` (gloo);
-    shard_size: neighbours that share a copy, None: all; context_parallel: that share rows; moved: of `World`. The process dies with
-    its launcher. Collective."""
+    shard_size: neighbours that share a copy, None: all; context_parallel: those that share rows;
+    moved: of `World`. The process dies with its launcher. Collective."""
     die_with_launcher()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device(device_type)

@@ -16,8 +16,8 @@ from workflow.lib.objectives.objective import TokensOfBatch
 class MicroBatch(TokensOfBatch):
     """Packed rows and their predicted tokens. `positions` index the flattened (rows * seq_len)
     hidden states. `bounds` are `attention.packed.document_bounds(position_ids)`, computed in host
-    memory: for a device the host would wait. With a `cut` tokens are those of this process's slices,
-    and bounds those of whole rows."""
+    memory: for a device the host would wait. With a `cut` tokens are those of a process's slices;
+    bounds are those of whole rows."""
 
     input_ids: torch.Tensor  # (rows, seq_len)
     position_ids: torch.Tensor

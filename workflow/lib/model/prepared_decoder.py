@@ -147,12 +147,24 @@ class PreparedDecoder:
             f"attention is {self.attention}": self.attention not in SHARING,
             "attention heads are wide": self.attention == VARLEN and needs.head_dim > WIDEST_HEAD,
             "the family makes its masks itself": needs.masks_of_rows or needs.eager_alone,
+            **self._obstacles_of_slices(),
+        }
+        return next((words for words, holds in obstacles.items() if holds), None)
+
+    def row_obstacle(self) -> str | None:
+        """Return why processes cannot share rows; None if they can."""
+        exchanges = self.attention in (VARLEN, FLEX)
+        obstacles = {f"attention is {self.attention}": not exchanges} | self._obstacles_of_slices()
+        return next((words for words, holds in obstacles.items() if holds), None)
+
+    def _obstacles_of_slices(self) -> dict[str, bool]:
+        """Return what needs whole documents beside attention, and whether the model has it."""
+        return {
             "recurrent layers take documents one by one": bool(self._recurrent),
             "rotary frequencies depend on the lengths of documents": any(
                 isinstance(module, RotaryByDocument) for module in self._causal_lm.modules()
             ),
         }
-        return next((words for words, holds in obstacles.items() if holds), None)
 
     def _shared_arguments(
         self, shared: SharedPrompts, position_ids: torch.Tensor

@@ -132,6 +132,10 @@ class CausalLMForTraining(nn.Module):
         """Number of layers that take packed documents one by one."""
         return self._prepared.recurrent_layers
 
+    def row_obstacle(self) -> str | None:
+        """Return why processes cannot share rows; None if they can."""
+        return self._prepared.row_obstacle()
+
     def share_prompts_(self, *, rows_are_cut: bool = False) -> str | None:
         """Make documents of an example share their prompt; return why they cannot, or None."""
         obstacle = self._prepared.sharing_obstacle()

@@ -516,6 +516,9 @@ class HardwareConfig(Section):
     shard_size: Annotated[int, Field(ge=2)] | Literal["auto"] = "auto"
     """Processes that share one copy of the model, a divisor of all; several groups are replicas
     (HSDP). `auto` = all processes."""
+    context_parallel: int = Field(1, ge=1, le=64)
+    """Neighbouring processes that share the tokens of each row: a divisor of `shard_size`, at most
+    the model's heads."""
     price_per_gpu_hour: float | None = Field(None, gt=0.0, le=1e6)
     """Price of a GPU hour in any currency, for the predicted cost; null = no cost is shown."""
     offload_activations: bool | Layers | Literal["auto"] = "auto"

@@ -30,7 +30,7 @@ class BasePlan:
     nodes: int = 1  # machines that share the processes equally
     context_parallel: int = 1  # neighbouring processes that share the tokens of each row
     replicas: int = 1  # copies of the model, each sharded over its own part of the processes
-    micro_batch_size: int  # rows of a process and forward pass
+    micro_batch_size: int  # rows of a process, or of those that share them, and forward pass
     accumulation_steps: int = 1  # micro-batches of a process and optimizer step
     seq_len: int  # tokens of a row
     documents_per_row: float = 1.0
@@ -119,6 +119,11 @@ class BasePlan:
     def shards(self) -> int:
         """P: processes that share one copy of the model."""
         return self.processes // self.replicas
+
+    @property
+    def row_groups(self) -> int:
+        """Groups of processes with rows of their own."""
+        return self.processes // self.context_parallel
 
     @property
     def slices(self) -> int:

@@ -29,7 +29,7 @@ class Circumstances(NamedTuple):
     num_layers: int
     tied_embeddings: bool
     embedding: str  # path of the embedding
-    seq_len: int = 0  # tokens of a row
+    seq_len: int = 0  # tokens of a row on a process
     tileable: bool = False
     """Whether the engine has feed-forwards or experts in one node."""
 

@@ -95,9 +95,9 @@ def micro_batches(
     apart: bool = False,
 ) -> Iterator[MicroBatch]:
     """Yield a micro-batch on `device` for each group of rows, and make the next one meanwhile.
-    context: of `World`. look_up: embedding rows (n, hidden), in (page-locked) host memory, of ids (n,). stay_on_host:
-    yield them in page-locked host memory instead. apart: with their `documents`, for recurrent
-    layers."""
+    context: of `World`. look_up: embedding rows (n, hidden), in (page-locked) host memory, of ids
+    (n,). stay_on_host: yield them in page-locked host memory instead. apart: with their
+    `documents`, for recurrent layers."""
 
     def load(group: RowGroup) -> MicroBatch:
         keys = torch.tensor(group.keys, dtype=torch.int64)
@@ -215,7 +215,7 @@ def cut_rows(batch: MicroBatch, context: dist.ProcessGroup | None) -> MicroBatch
     if context is None:
         return batch
     assert batch.shared is None, "documents of rows that processes share have their own prompts"
-    rows, seq_len = batch.input_ids.shape
+    seq_len = batch.input_ids.shape[1]
     width = -(-seq_len // context.size())
     padding = width * context.size() - seq_len
     first = width * context.rank()

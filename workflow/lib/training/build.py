@@ -102,7 +102,7 @@ def plan_of_device(plan: StepPlan, base: Checkpoint, config: RunConfig, world: W
     """Return the plan with the settings' dtypes and attention on this device. Collective."""
     settings, device = config.model, world.device
     dtype, needs = resolve_dtype(settings.compute_dtype, device), base.attention_needs
-    training_needs = needs.with_dropout(settings.attention_dropout)
+    training_needs = needs.with_dropout(settings.attention_dropout).over(plan.context_parallel)
     resolve = partial(
         resolve_training_attention, settings.attention, device, training_needs, compute_dtype=dtype
     )
@@ -199,7 +199,8 @@ def assemble_(
     """Return the training model of a meta-device NF4 model: adapters, fused layers, loss,
     recomputation, and its division between processes and host memory. Allocates and reads nothing.
     Collective. choice: decoder layers of the plan's options. Raises `UserError` if the model has
-    none of the targets, or if a router or a float8 matmul cannot be trained."""
+    none of the targets, if a router or a float8 matmul cannot be trained, or if processes cannot
+    share rows."""
     adapted = inject_adapters(model, lora)
     # Before recurrent layers are divided by document: that replaces their forward.
     fused = fuse_layers_(model) if plan.fused_layers else Counter()
@@ -208,6 +209,10 @@ def assemble_(
     training = CausalLMForTraining(adapted, fused_head=plan.fused_loss, objective=objective)
     if plan.tile_tokens:
         fused["tiled"] = training.tile_(plan.tile_tokens)
+    if plan.context_parallel > 1 and (obstacle := training.row_obstacle()):
+        raise setting_error(
+            "hardware.context_parallel", plan.context_parallel, obstacle, "Set it to 1"
+        )
     if plan.offload_embedding:
         table = model.get_input_embeddings().weight
         assert not table.requires_grad, "preflight leaves a trained embedding on the device"

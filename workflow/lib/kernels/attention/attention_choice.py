@@ -29,6 +29,7 @@ class AttentionNeeds:
     eager_alone: bool = False
     """Its layers compute all scores themselves: no other implementation serves it."""
     no_sdpa: bool = False  # its class excludes sdpa
+    rows_shared: bool = False  # processes share rows, and exchange heads
 
     @property
     def stock(self) -> str:
@@ -38,6 +39,10 @@ class AttentionNeeds:
     def with_dropout(self, attention_dropout: str | int) -> "AttentionNeeds":
         """Return the needs of a training with this `model.attention_dropout`."""
         return self if attention_dropout == FAMILY else replace(self, dropout=0.0)
+
+    def over(self, context_parallel: int) -> "AttentionNeeds":
+        """Return the needs where so many processes share a row."""
+        return replace(self, rows_shared=context_parallel > 1)
 
     def dropout_note(self, attention_dropout: str | int) -> str | None:
         """Return the note on a training that drops less than the family does; None for nothing."""
@@ -53,6 +58,8 @@ class AttentionNeeds:
         """Return the need that an implementation lacks on any device; None if it lacks none."""
         if name in (VARLEN, FLEX):
             return self.varlen_obstacle() if name == VARLEN else self.flex_obstacle()
+        if self.rows_shared:
+            return "it cannot exchange heads (hardware.context_parallel); varlen and flex can"
         if name.startswith("flash"):
             return self.flash_obstacle()
         if name == "sdpa" and self.softcap:
@@ -145,10 +152,10 @@ def automatic_attention(
     built there. On a GPU of capability 8.0 (`bfloat16`) in 16 bits: flash_attention_2 with its
     package, else for training varlen, and flex for needs that these lack. Otherwise stock
     Transformers' sdpa, or eager for soft-capped scores and sinks; but training takes flex for
-    sinks, and if masks would let packed documents see each other."""
+    sinks, for rows that processes share, and if masks would let packed documents see each other."""
     if cuda and bfloat16 and compute_dtype != "float32":
         # Transformers passes the cap, and pads narrow values.
-        packs = needs.flash_obstacle() is None and not (training and needs.masked)
+        packs = needs.obstacle(FLASH) is None and not (training and needs.masked)
         if flash_package and packs:
             return AttentionChoice(FLASH, "its package is installed")
         unpackaged = " without the package flash-attn (with it: flash_attention_2)" if packs else ""
@@ -159,8 +166,11 @@ def automatic_attention(
             if needs.flex_obstacle() is None:
                 obstacle = obstacle or "its kernels cannot be built here"
                 return AttentionChoice(FLEX, f"for this model{unpackaged}, not varlen: {obstacle}")
-    if training and (needs.sinks or needs.masks_of_rows) and needs.flex_obstacle() is None:
-        return AttentionChoice(FLEX, "the family's masks let packed documents see each other")
+    if training and needs.flex_obstacle() is None:
+        if needs.rows_shared:
+            return AttentionChoice(FLEX, "processes share rows, so they exchange heads")
+        if needs.sinks or needs.masks_of_rows:
+            return AttentionChoice(FLEX, "the family's masks let packed documents see each other")
     if needs.softcap or needs.sinks:
         return AttentionChoice("eager", "sdpa has no soft-capped scores and no attention sinks")
     if needs.no_sdpa:

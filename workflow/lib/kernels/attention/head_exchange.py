@@ -118,7 +118,7 @@ def by_heads(x: torch.Tensor, ranges: Ranges, group: dist.ProcessGroup) -> torch
 
 def by_tokens(x: torch.Tensor, ranges: Ranges, group: dist.ProcessGroup) -> torch.Tensor:
     """Return all heads (rows, tokens, heads, width) of a slice, of the own heads (rows, size *
-    tokens, own heads, width) of whole rows. A head of several processes is their sum. Collective."""
+    tokens, own heads, width) of whole rows. A head of several processes is summed. Collective."""
     rows, _, own, width = x.shape
     size = group.size()
     sent = x.unflatten(1, (size, -1)).transpose(0, 1).contiguous()

@@ -20,12 +20,12 @@ from workflow.lib.kernels.attention.arguments import (
     refuse_without_documents,
 )
 from workflow.lib.kernels.attention.attention_choice import FLASH, FLEX, VARLEN, WIDEST_HEAD
+from workflow.lib.kernels.attention.head_exchange import over_whole_rows
 from workflow.lib.kernels.attention.head_groups import (
     by_head_groups,
     cudnn_kernels,
     varlen_kernels,
 )
-from workflow.lib.kernels.attention.head_exchange import over_whole_rows
 from workflow.lib.kernels.attention.shared_prompts import SharedPrompts, document_starts
 from workflow.lib.kernels.attention.wide import wide_attention
 

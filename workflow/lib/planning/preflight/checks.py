@@ -24,6 +24,7 @@ from workflow.lib.planning.machine import (
 )
 from workflow.lib.planning.preflight.budget import budget
 from workflow.lib.planning.preflight.planning_inputs import (
+    context_parallel,
     micro_batch_sizes,
     plan_from_settings,
     router_aux_loss_coef,
@@ -205,8 +206,10 @@ def check_context(seq_len: int, context: int) -> None:
 
 def check_batch(run: RunConfig, machine: Machine) -> tuple[int, list[int]]:
     """Return a process's rows of a step and its micro-batch sizes, or raise `UserError`."""
-    rows = rows_per_process(run.train.global_batch_size, processes=machine.processes)
-    sizes = micro_batch_sizes(run.train.micro_batch_size, rows=rows, processes=machine.processes)
+    batch_size, processes = run.train.global_batch_size, machine.processes
+    sharing = context_parallel(run.hardware, processes=processes)
+    rows = rows_per_process(batch_size, processes=processes, sharing=sharing)
+    sizes = micro_batch_sizes(run.train.micro_batch_size, rows=rows, processes=processes)
     return rows, sizes
 
 

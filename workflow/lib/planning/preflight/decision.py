@@ -145,7 +145,7 @@ def _remedy_order(options: Sequence[Option]) -> int:
 def _options(planned: PlannedRun, plan: StepPlan) -> Iterator[list[Option]]:
     """Yield the changes of one setting at a time, from the smallest to the largest."""
     machine, batch_size = planned.machine, planned.settings.train.global_batch_size
-    rows = batch_size // plan.processes
+    rows = batch_size // plan.row_groups
     smaller = [d for d in reversed(divisors(rows)) if d < plan.micro_batch_size]
     yield [
         (
@@ -162,8 +162,8 @@ def _options(planned: PlannedRun, plan: StepPlan) -> Iterator[list[Option]]:
     processes = "hardware.gpus" if machine.device == "cuda" else "hardware.cpu_processes"
     yield [
         (f"{processes} = {p // machine.nodes}", replace(plan, processes=p))
-        for p in _process_counts(machine, batch_size)
-        if p % plan.replicas == 0
+        for p in _process_counts(machine, batch_size * plan.context_parallel)
+        if p % (plan.replicas * plan.context_parallel) == 0
     ]
     yield [(f"lora.r = {r}", replace(plan, rank=r)) for r in _halves(plan.rank, SMALLEST_RANK)]
 

@@ -9,6 +9,8 @@ from typing import Any
 from workflow.lib.checkpoints.files.attention_needs import family_needs
 from workflow.lib.kernels.attention.attention_choice import (
     BY_SETTING,
+    FLEX,
+    VARLEN,
     AttentionChoice,
     AttentionNeeds,
     attention_obstacle,
@@ -23,7 +25,7 @@ from workflow.lib.model.architecture.kept_linears import checked_linears
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.model.architecture.routers import balance_coefficient
 from workflow.lib.planning.machine import Machine
-from workflow.lib.settings.config import ModelConfig, RunConfig
+from workflow.lib.settings.config import HardwareConfig, ModelConfig, RunConfig
 from workflow.lib.settings.objectives import NEEDS, reads_start
 from workflow.lib.step_plan.memory_options import TABLE, Circumstances, MemoryOption, Value
 from workflow.lib.step_plan.plan import StepPlan
@@ -31,16 +33,19 @@ from workflow.lib.system.dtype_choice import MatmulHardware, choose_dtype, choos
 from workflow.lib.system.errors import setting_error
 
 
-def rows_per_process(global_batch_size: int, *, processes: int) -> int:
-    """Return the rows of a step for each process; raises `UserError` if they are not whole."""
-    if global_batch_size % processes == 0:
-        return global_batch_size // processes
-    below = global_batch_size // processes * processes
-    nearest = [str(value) for value in (below, below + processes) if value]
+def rows_per_process(global_batch_size: int, *, processes: int, sharing: int = 1) -> int:
+    """Return the rows of a step for each process, of which `sharing` have the same; raises
+    `UserError` if they are not whole."""
+    groups = processes // sharing
+    if global_batch_size % groups == 0:
+        return global_batch_size // groups
+    below = global_batch_size // groups * groups
+    nearest = [str(value) for value in (below, below + groups) if value]
+    of_processes = f"groups of {sharing} processes" if sharing > 1 else "processes"
     raise setting_error(
         "train.global_batch_size",
         global_batch_size,
-        f"must be a multiple of the {processes} processes, which share its rows equally",
+        f"must be a multiple of the {groups} {of_processes}, which share its rows equally",
         f"Set it to {' or '.join(nearest)}, or change hardware.gpus (hardware.cpu_processes on the "
         "CPU)",
     )
@@ -59,6 +64,47 @@ def shard_size(wanted: int | str, *, processes: int) -> int:
             f"Set it to {', '.join(map(str, divisors(processes)[1:])) or 'auto'}, or auto",
         )
     return size
+
+
+def context_parallel(hardware: HardwareConfig, *, processes: int) -> int:
+    """Return how many processes share a row; raises `UserError` unless they divide those that share
+    a copy of the model."""
+    size, shards = hardware.context_parallel, shard_size(hardware.shard_size, processes=processes)
+    if shards % size:
+        raise setting_error(
+            "hardware.context_parallel",
+            size,
+            f"must divide the {shards} processes that share the weights",
+            f"Set it to {', '.join(map(str, divisors(shards)))}",
+        )
+    return size
+
+
+def check_slices(run: RunConfig, shape: ModelShape, attention: str) -> None:
+    """Raise `UserError` if processes cannot share rows of this length, or of this model by this
+    attention."""
+    size, seq_len = run.hardware.context_parallel, run.data.seq_len
+    if size == 1:
+        return
+    heads = min((kind.num_heads for kind in shape.kinds if kind.attention != "none"), default=0)
+    lacks = attention_needs(shape).with_dropout(run.model.attention_dropout).flex_obstacle()
+    lower, never = "Set it to that or below", "Set it to 1"
+    for applies, reason, change in (
+        (size > seq_len, f"a row has {seq_len} tokens (data.seq_len)", lower),
+        (
+            any(kind.recurrent for kind in shape.kinds),
+            f"layers of {shape.family} keep a state along the tokens of a row",
+            never,
+        ),
+        (
+            attention not in (VARLEN, FLEX),
+            f"only varlen and flex exchange heads, and flex cannot: {lacks}",
+            never,
+        ),
+        (size > heads, f"a layer has {heads} heads, which the processes share", lower),
+    ):
+        if applies:
+            raise setting_error("hardware.context_parallel", size, reason, change)
 
 
 def divisors(number: int) -> list[int]:
@@ -112,7 +158,10 @@ def training_attention(
         obstacle = attention_obstacle(model.attention, needs, **circumstances)
         if obstacle is not None:
             raise setting_error(
-                "model.attention", model.attention, obstacle, "Set it to auto or eager"
+                "model.attention",
+                model.attention,
+                obstacle,
+                "Set it to auto" if needs.rows_shared else "Set it to auto or eager",
             )
         return AttentionChoice(model.attention, BY_SETTING)
     return automatic_attention(
@@ -173,20 +222,24 @@ def plan_from_settings(run: RunConfig, shape: ModelShape, machine: Machine) -> S
     model."""
     trained = trained_modules(run, shape)
     ranks = _largest_ranks(target_ranks(run, shape))
-    needs = attention_needs(shape)
+    sharing = context_parallel(run.hardware, processes=machine.processes)
+    needs = attention_needs(shape).over(sharing)
+    attention = training_attention(run.model, machine, needs).name
+    check_slices(run, shape, attention)
     plan = StepPlan(
         device=machine.device,
         processes=machine.processes,
         nodes=machine.nodes,
+        context_parallel=sharing,
         replicas=machine.processes
         // shard_size(run.hardware.shard_size, processes=machine.processes),
         micro_batch_size=1,
         accumulation_steps=rows_per_process(
-            run.train.global_batch_size, processes=machine.processes
+            run.train.global_batch_size, processes=machine.processes, sharing=sharing
         ),
         seq_len=run.data.seq_len,
         compute_dtype=compute_dtype(run.model, machine),
-        attention=training_attention(run.model, machine, needs).name,
+        attention=attention,
         attention_dropout=needs.with_dropout(run.model.attention_dropout).dropout > 0,
         matmul_dtype=matmul_dtype(run, machine),
         matmul_passes=run.train.matmul_passes,
@@ -230,7 +283,7 @@ def circumstances(run: RunConfig, shape: ModelShape, machine: Machine) -> Circum
         num_layers=shape.num_layers,
         tied_embeddings=shape.tied_embeddings,
         embedding=shape.embedding,
-        seq_len=run.data.seq_len,
+        seq_len=-(-run.data.seq_len // run.hardware.context_parallel),
         tileable=gated or any(kind.top_k for kind in shape.kinds),
     )
 

@@ -106,6 +106,7 @@ def summary(forecast: Forecast, *, run: str) -> str:
 def _facts(forecast: Forecast, *, host_origin: str | None) -> dict[str, str]:
     """All other facts in words."""
     plan, time = forecast.plan, forecast.time
+    sharing = f", {plan.context_parallel} to a row" if plan.context_parallel > 1 else ""
     parts = [f"{title}: {words}" for title, words in in_words(plan, forecast.num_layers).items()]
     phases = forecast.phases.items()
     host = _size(forecast.host_bytes)
@@ -117,7 +118,7 @@ def _facts(forecast: Forecast, *, host_origin: str | None) -> dict[str, str]:
         disk += f"; free {_size(forecast.disk_free_bytes)}"
     return {
         "verdict": spoken(forecast.verdict),
-        "plan": f"{plan.processes} x {plan.device}, micro-batch {plan.micro_batch_size} x "
+        "plan": f"{plan.processes} x {plan.device}{sharing}, micro-batch {plan.micro_batch_size} x "
         f"accumulation {plan.accumulation_steps}, {plan.num_steps} steps, {plan.compute_dtype}; "
         f"{'; '.join(parts)}",
         "phases": ", ".join(f"{name} {_size(size)}" for name, size in phases),
