@@ -182,5 +182,5 @@ def document_sums(values: torch.Tensor, batch: TokensOfBatch) -> torch.Tensor:
 
 def document_numbers(batch: TokensOfBatch) -> torch.Tensor:
     """Return the document (n,) int64 of each trained token, by number in the micro-batch."""
-    places = batch.positions if batch.cut is None else batch.cut.places
-    return torch.searchsorted(batch.bounds[0], places, right=True) - 1
+    positions = batch.positions if batch.cut is None else batch.cut.positions
+    return torch.searchsorted(batch.bounds[0], positions, right=True) - 1

@@ -143,10 +143,10 @@ class HeldOut:
             numbers = [number for row in rows for number in row]
             weights = [self._store.heldout_weights(number) for number in numbers]
             indices = [place_of[n] for n, x in zip(numbers, weights, strict=True) for _ in x]
-            here = self._is_here(rows, world)
+            own_tokens = self._is_own(rows, world)
             own = losses.cpu().double()
-            weighted = own * torch.from_numpy(np.concatenate([*weights, np.empty(0)]))[here]
-            documents = torch.tensor(indices, dtype=torch.int64)[here]
+            weighted = own * torch.from_numpy(np.concatenate([*weights, np.empty(0)]))[own_tokens]
+            documents = torch.tensor(indices, dtype=torch.int64)[own_tokens]
             sums.index_add_(1, documents, torch.stack([own, weighted]))
         total = sums.to(world.device)
         dist.all_reduce(total)
@@ -178,7 +178,7 @@ class HeldOut:
         for start in range(0, num_rows, self._micro_batch_size):
             yield own[start : start + self._micro_batch_size]
 
-    def _is_here(self, rows: Sequence[Sequence[int]], world: World) -> torch.Tensor:
+    def _is_own(self, rows: Sequence[Sequence[int]], world: World) -> torch.Tensor:
         """Return which trained tokens of rows (n,) bool are in this process's slices."""
         documents = self._store.heldout_documents()
         masks = [

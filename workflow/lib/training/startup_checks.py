@@ -328,7 +328,7 @@ def check_shared_rows(
     batch = make_batch(ids, positions, positions > 0, device=torch.device("cpu"))
     part = cut_rows(batch, world.context)
     assert part.cut is not None
-    own = torch.isin(batch.positions, part.cut.places).to(world.device)
+    own = torch.isin(batch.positions, part.cut.positions).to(world.device)
     with forward_only(training):
         whole, cut = (training.trained_states(x.to(world.device)).float() for x in (batch, part))
     by_token = (cut - whole[own]).norm(dim=1) / whole[own].norm(dim=1)

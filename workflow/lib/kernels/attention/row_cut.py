@@ -14,12 +14,12 @@ import torch.distributed as dist
 @dataclass(frozen=True)
 class RowCut:
     """A micro-batch's rows before their division. position_ids: (rows, seq_len), a multiple of the
-    group's processes; places: (n,) int64, in the flattened rows, of the states that predict this
+    group's processes; positions: (n,) int64, in the flattened rows, of the states that predict this
     process's trained tokens."""
 
     group: dist.ProcessGroup
     position_ids: torch.Tensor
-    places: torch.Tensor
+    positions: torch.Tensor
 
     @property
     def size(self) -> int:
@@ -33,7 +33,9 @@ class RowCut:
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "RowCut":
         """Return the same with `change` applied to its tensors."""
-        return replace(self, position_ids=change(self.position_ids), places=change(self.places))
+        return replace(
+            self, position_ids=change(self.position_ids), positions=change(self.positions)
+        )
 
     def summed(self, values: torch.Tensor) -> torch.Tensor:
         """Return the sum of the group's values. Collective. Each process must use it alike, for its

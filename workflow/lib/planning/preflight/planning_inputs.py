@@ -41,11 +41,11 @@ def rows_per_process(global_batch_size: int, *, processes: int, sharing: int = 1
         return global_batch_size // groups
     below = global_batch_size // groups * groups
     nearest = [str(value) for value in (below, below + groups) if value]
-    of_processes = f"groups of {sharing} processes" if sharing > 1 else "processes"
+    sharers = f"groups of {sharing} processes" if sharing > 1 else "processes"
     raise setting_error(
         "train.global_batch_size",
         global_batch_size,
-        f"must be a multiple of the {groups} {of_processes}, which share its rows equally",
+        f"must be a multiple of the {groups} {sharers}, which share its rows equally",
         f"Set it to {' or '.join(nearest)}, or change hardware.gpus (hardware.cpu_processes on the "
         "CPU)",
     )
@@ -87,7 +87,7 @@ def check_slices(run: RunConfig, shape: ModelShape, attention: str) -> None:
     if size == 1:
         return
     heads = min((kind.num_heads for kind in shape.kinds if kind.attention != "none"), default=0)
-    lacks = attention_needs(shape).with_dropout(run.model.attention_dropout).flex_obstacle()
+    flex_obstacle = attention_needs(shape).with_dropout(run.model.attention_dropout).flex_obstacle()
     lower, never = "Set it to that or below", "Set it to 1"
     for applies, reason, change in (
         (size > seq_len, f"a row has {seq_len} tokens (data.seq_len)", lower),
@@ -98,7 +98,7 @@ def check_slices(run: RunConfig, shape: ModelShape, attention: str) -> None:
         ),
         (
             attention not in (VARLEN, FLEX),
-            f"only varlen and flex exchange heads, and flex cannot: {lacks}",
+            f"only varlen and flex exchange heads, and flex cannot: {flex_obstacle}",
             never,
         ),
         (size > heads, f"a layer has {heads} heads, which the processes share", lower),
