@@ -188,8 +188,8 @@ def _summed_loss(
     """Return the summed -log p (nats) of the tokens of a row that `mask` predicts."""
     row = torch.from_numpy(ids.astype(np.int64))
     targets = 1 + torch.from_numpy(mask[1:].nonzero()[0])
-    known = None if positions is None else torch.from_numpy(positions.astype(np.int64))[None]
-    options = {"position_ids": known, "use_cache": False, "logits_to_keep": targets - 1}
+    position_ids = None if positions is None else torch.from_numpy(positions.astype(np.int64))[None]
+    options = {"position_ids": position_ids, "use_cache": False, "logits_to_keep": targets - 1}
     logits = model(input_ids=row[None], **options).logits[0]
     return nn.functional.cross_entropy(logits.float(), row[targets], reduction="sum")
 

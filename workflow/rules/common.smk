@@ -5,6 +5,7 @@ import re
 import sys
 import time
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 from snakemake.exceptions import WorkflowError

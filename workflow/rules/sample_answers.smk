@@ -7,8 +7,8 @@ rule sample_answers:
         chat_template=from_run(lambda run: optional_input(run.data.chat_template)),
         tokenizer=from_run(tokenizer_files),
         base=only(lambda run: not run.serves_answers, layout.base_dir),
-        model=only(lambda run: run.serves_answers, model_files),
-        python=only(lambda run: run.serves_answers, layout.SERVING),
+        model=only(attrgetter("serves_answers"), model_files),
+        python=only(attrgetter("serves_answers"), layout.SERVING),
         start=from_run(start_files),
     output:
         directory("results/answers/{answers}"),

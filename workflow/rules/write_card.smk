@@ -8,7 +8,7 @@ rule write_card:
         manifest=from_run(manifest),
         parity="results/runs/{run}/consolidate/parity.json",
         evaluation="results/runs/{run}/evaluate_run",
-        gguf=only(lambda run: run.export.gguf, "results/runs/{run}/convert_gguf"),
+        gguf=only(attrgetter("export.gguf"), "results/runs/{run}/convert_gguf"),
         served=only(
             lambda run: run.export.serve != "none", "results/runs/{run}/check_served/served.json"
         ),

@@ -226,17 +226,17 @@ def sampled_figure(runs: list[Run]) -> Figure | None:
     for number, (name, of) in enumerate(
         {"training": "trained", "held-out before": "heldout", "held-out after": "after"}.items()
     ):
-        means = {plotly_text(run.name): getattr(run.sampled, of) for run in runs}
-        known = {name: mean for name, mean in means.items() if mean is not None}
-        values = [mean.value for mean in known.values()]
-        ends = [mean.ci95 or (mean.value, mean.value) for mean in known.values()]
+        every_mean = {plotly_text(run.name): getattr(run.sampled, of) for run in runs}
+        means = {name: mean for name, mean in every_mean.items() if mean is not None}
+        values = [mean.value for mean in means.values()]
+        ends = [mean.ci95 or (mean.value, mean.value) for mean in means.values()]
         traces.append(
             {
                 "type": "scatter",
                 "mode": "lines+markers",
                 "name": name,
                 "meta": f"series-{number + 1}",
-                "x": [*known],
+                "x": [*means],
                 "y": values,
                 "error_y": _error_bars(values, ends),
                 "hovertemplate": "%{y:.3f}",

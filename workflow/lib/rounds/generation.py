@@ -137,14 +137,14 @@ def sample(
     most = settings.max_new_tokens
 
     def answers(numbers: list[int]) -> list[Answer]:
-        asked = [requests[number] for number in numbers]
-        uniforms = torch.from_numpy(np.stack([request.uniforms(most) for request in asked]))
+        batch = [requests[number] for number in numbers]
+        uniforms = torch.from_numpy(np.stack([request.uniforms(most) for request in batch]))
         draw = _Draw(uniforms.to(device), settings.temperature, settings.top_p)
-        longest = max(len(request.prompt) for request in asked)
+        longest = max(len(request.prompt) for request in batch)
         by_text = [_EndTexts(ends, longest)] if ends.texts else []
         rows = continue_rows(
             model,
-            [list(request.prompt) for request in asked],
+            [list(request.prompt) for request in batch],
             stop_ids=ends.ids,
             max_new_tokens=most,
             device=device,
