@@ -102,7 +102,7 @@ def test_training_lowers_the_loss_and_finished_lines_stay(folder, costs):
     again = forked_stage("benchmark_bits", *flags, **options)
     assert len(options["output"].read_text().splitlines()) == 2
     lines = [line.split(",") for line in again.stdout.splitlines()]
-    assert [line[0] for line in lines[1:]] == ["16 bits", "NF4"] * 2, "before, and after"
+    assert [line[1] for line in lines[1:]] == ["16 bits", "NF4"] * 2, "before, and after"
 
 
 def lines_of(losses, *, seeds):
@@ -110,6 +110,7 @@ def lines_of(losses, *, seeds):
     numbers = {"16 bits": [0.0] * len(losses), "NF4": losses}
     return [
         {
+            "model": "model",
             "variant": variant,
             "seed": seed,
             "share_in_16_bits": 0.0,
@@ -125,7 +126,7 @@ def lines_of(losses, *, seeds):
 def test_documents_make_an_interval_and_seeds_do_not_narrow_it():
     losses = [2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0, 16.0]
     one, three = (table(lines_of(losses, seeds=seeds))[-1] for seeds in (1, 3))
-    assert one[7] == "4.5000"
-    assert float(one[8]) < 4.5 < float(one[9])
-    assert (one[4], three[4]) == (1, 3)
-    assert one[5:] == three[5:]
+    assert one[8] == "4.5000"
+    assert float(one[9]) < 4.5 < float(one[10])
+    assert (one[5], three[5]) == (1, 3)
+    assert one[6:] == three[6:]

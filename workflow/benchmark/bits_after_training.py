@@ -9,7 +9,7 @@ It measures bits, not the engine."""
 import json
 import logging
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -31,6 +31,7 @@ from workflow.lib.settings.config import QuantizeConfig
 
 logger = logging.getLogger("workflow")
 CPU = torch.device("cpu")
+Rows = Sequence[Mapping[str, Any]]  # lines of the output
 Losses = dict[str, list[tuple[float, int]]]  # by source: nats and predicted tokens of documents
 
 
@@ -76,7 +77,7 @@ class BitsBenchmark:
         self, model: Path, calibrated: Path | None, store: TokenStore, costs: Mapping[str, float]
     ) -> None:
         """calibrated: a calibrated base of the model; costs: nats a token by linear."""
-        self._store, self._costs = store, costs
+        self._name, self._store, self._costs = model.name, store, costs
         self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
         self._model.requires_grad_(False)
         self._weights = {"none": _copied(self._linears)}
@@ -115,6 +116,7 @@ class BitsBenchmark:
             after = self._losses(tuned, recipe)
             self._model = tuned.unload()
         return {
+            "model": self._name,
             "variant": variant.name,
             "seed": seed,
             "share_in_16_bits": sum(sizes[path] for path in kept) / sum(sizes.values()),
@@ -202,45 +204,49 @@ def finished(path: Path) -> set[tuple[str, int]]:
 
 
 HEAD = (
-    "base", "in 16 bits, percent", "text", "training", "seeds", "documents", "nats per token",
-    "more than 16 bits", "from", "to", "p", "more than NF4", "from", "to", "p",
+    "model", "base", "in 16 bits, percent", "text", "training", "seeds", "documents",
+    "nats per token", "more than 16 bits", "from", "to", "p", "more than NF4", "from", "to", "p",
 )  # fmt: skip
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
+def table(rows: Rows) -> list[tuple[Any, ...]]:
     """Return the lines of a table, `HEAD` first: means over seeds, and how much more than bases in
     16 bits and in NF4 with the same seeds, paired over documents."""
-    variants = list(dict.fromkeys(row["variant"] for row in rows))
-    lines = [
-        _line(variant, rows, source, when)
-        for source in rows[0]["tokens"]
-        for when in ("before", "after")
-        for variant in variants
-    ]
-    return [HEAD, *lines]
+    return [HEAD, *(line for own in _groups(rows, "model") for line in _lines(own))]
 
 
-def _line(
-    variant: str, rows: Sequence[Mapping[str, Any]], source: str, when: str
-) -> tuple[Any, ...]:
-    own = _by_seed(rows, variant)
-    tokens = np.array(own[min(own)]["tokens"][source])
-    losses = np.mean([row[when][source] for row in own.values()], axis=0)
-    share = 100 * mean(row["share_in_16_bits"] for row in own.values())
-    line: list[Any] = [variant, f"{share:.0f}", source, when, len(own), len(tokens)]
-    line.append(f"{losses.sum() / tokens.sum():.4f}")
-    for other in ("16 bits", "NF4"):
-        others = _by_seed(rows, other)
-        seeds = own.keys() & others.keys()
-        if other == variant or not seeds:
-            line += [""] * 4
+def _groups(rows: Rows, key: str) -> list[Rows]:
+    """Return the rows of each value of a key, in the order of the first ones."""
+    return [[row for row in rows if row[key] == x] for x in dict.fromkeys(x[key] for x in rows)]
+
+
+def _lines(rows: Rows) -> Iterator[tuple[Any, ...]]:
+    for source in rows[0]["tokens"]:
+        for when in ("before", "after"):
+            for own in _groups(rows, "variant"):
+                yield *_facts(own, source, when), *_gaps(own, rows, source, when)
+
+
+def _facts(own: Rows, source: str, when: str) -> Iterator[Any]:
+    tokens = own[0]["tokens"][source]
+    share = 100 * mean(row["share_in_16_bits"] for row in own)
+    nats = mean(sum(row[when][source]) for row in own) / sum(tokens)
+    yield from (own[0]["model"], own[0]["variant"], f"{share:.0f}", source, when)
+    yield from (len(own), len(tokens), f"{nats:.4f}")
+
+
+def _gaps(own: Rows, rows: Rows, source: str, when: str) -> Iterator[str]:
+    """Yield how much more than each other base the own one loses, the interval's ends, and p."""
+    for name in ("16 bits", "NF4"):
+        others = {row["seed"]: row for row in rows if row["variant"] == name}
+        gaps = [
+            np.subtract(row[when][source], others[row["seed"]][when][source])
+            for row in own
+            if row["variant"] != name and row["seed"] in others
+        ]
+        if not gaps:
+            yield from [""] * 4
             continue
-        gaps = [np.subtract(own[seed][when][source], others[seed][when][source]) for seed in seeds]
-        more = signed_ratio(np.mean(gaps, axis=0), tokens)
+        more = signed_ratio(np.mean(gaps, axis=0), own[0]["tokens"][source])
         low, high = more.ci95 or (float("nan"),) * 2
-        line += [f"{x:.4f}" for x in (more.value, low, high, more.p_value)]
-    return tuple(line)
-
-
-def _by_seed(rows: Sequence[Mapping[str, Any]], variant: str) -> dict[int, Mapping[str, Any]]:
-    return {row["seed"]: row for row in rows if row["variant"] == variant}
+        yield from (f"{x:.4f}" for x in (more.value, low, high, more.p_value))
