@@ -77,7 +77,7 @@ def _panel(model: str, own: Sequence[Line], texts: Sequence[str], top: int) -> I
         kind = f'class="text{texts.index(line["text"])}"'
         yield f'<path {kind} d="M{ends[0]:.1f} {y}H{ends[1]:.1f}"/>'
         yield f'<circle {kind} cx="{value:.1f}" cy="{y}" r="4"/>'
-        yield _text(WIDTH - 50, y + 4, line["more than 16 bits"][:-1])
+        yield _text(WIDTH - 50, y + 4, f"{float(line[HEAD[8]]):.3f}")
     for number, base in enumerate(bases):
         yield _text(4, top + ROW * (number + 1) + 18, base)
 
