@@ -72,14 +72,16 @@ def test_what_it_refuses_is_told_in_its_words(start, tmp_path):
     [
         ("fails", r"(?s)ended before it was ready.*ValueError: no such model type"),
         ("killed", r"(?s)ended before it was ready: it was killed, most likely for want of memory"),
-        ("never", r"(?s)was not ready, and said nothing for 5 s.*starting"),
+        ("never", r"(?s)was not ready, and said nothing for 20 s.*starting"),
         ("dies", r"(?s)want of memory.*OutOfMemoryError: no room"),
-        ("silent", r"did not answer /v1/completions within 5 s"),
+        ("silent", r"did not answer /v1/completions within 20 s"),
+        ("cut", r"ended while it was asked /v1/completions"),
+        ("no JSON", r"answered /v1/completions by no JSON \('the engine is gone'\)"),
     ],
 )
 def test_failure_is_one_message_and_leaves_no_process(start, tmp_path, monkeypatch, mode, message):
     monkeypatch.setenv("FAKE_VLLM", mode)
-    quiet_s = 5.0 if mode in ("never", "silent") else 600.0
+    quiet_s = 20.0 if mode in ("never", "silent") else 600.0
     with (
         pytest.raises(UserError, match=message),
         running(VllmServer, replace(start, quiet_s=quiet_s)) as server,

@@ -59,6 +59,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
             os.kill(os.getpid(), signal.SIGKILL)
         if MODE == "silent":
             time.sleep(3600)
+        if MODE == "no JSON":
+            return self.send(b"the engine is gone")
+        if MODE == "cut":
+            self.send(b"{", promised=100)
+            os.kill(os.getpid(), signal.SIGKILL)
         ids = question["prompt"]
         if "seed" in question:
             return self.say({"choices": [sampled(question)]})
@@ -67,9 +72,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return self.say({"choices": [choice]})
 
     def say(self, content, status=200):
+        self.send(json.dumps(content).encode() if content else b"", status)
+
+    def send(self, body, status=200, *, promised=None):
+        """promised: bytes that it says it sends."""
         self.send_response(status)
+        self.send_header("Content-Length", str(promised or len(body)))
         self.end_headers()
-        self.wfile.write(json.dumps(content).encode() if content else b"")
+        self.wfile.write(body)
 
 
 def sampled(question):

@@ -86,9 +86,16 @@ class ModelServer(ABC):
     ) -> list[int]:
         """Return the greedy continuation, with the token that ended it if one did."""
 
-    def ask(
-        self, method: str, path: str, *, refusing: bool = False, **question: Any
-    ) -> dict[str, Any]:
+    def ask(self, method: str, path: str, **question: Any) -> dict[str, Any]:
+        """Return the answer, a JSON object."""
+        content = self.send(method, path, **question)
+        try:
+            return dict(json.loads(content))
+        except ValueError:
+            text = content[:100].decode(errors="replace")
+            raise self.failed(f"answered {path} by no JSON ({text!r})") from None
+
+    def send(self, method: str, path: str, *, refusing: bool = False, **question: Any) -> bytes:
         """Return the answer; refusing: whether an error within the server is a refusal."""
         try:
             status, content = self._request(method, path, question)
@@ -104,9 +111,7 @@ class ModelServer(ABC):
             raise UserError(
                 f"{self.setting}: the server refuses {path}: {_reason(content)}. {self._cure}"
             )
-        with suppress(ValueError):  # an adapter's answer is a sentence
-            return dict(json.loads(content))
-        return {}
+        return content
 
     def wait(self) -> None:
         """Wait until it is ready."""

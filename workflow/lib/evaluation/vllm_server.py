@@ -101,7 +101,7 @@ class VllmServer(ModelServer):
     ) -> None:
         """Load an adapter with these settings, which tell whether it has a part for each expert."""
         # to it an adapter that its worker refuses is a failure, too
-        self.ask(
+        self.send(
             "POST",
             LOAD,
             refusing=True,
