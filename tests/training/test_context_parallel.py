@@ -54,13 +54,26 @@ def train_variants(world, base):
         plan = make_plan(tile_tokens=5 * ("tiled" in name), processes=world.size)
         training = built_model(base, config, plan, world, attention="flex").training
         made = trainer(training, config, world, micro_batch_size=rows)
+        gradients = first_gradients(made.optimizer, trainable_parameters(training))
         metrics = list(made.steps(first_step=0, num_steps=STEPS))
         found[name] = {
             "losses": [step.loss for step in metrics],
             "norms": [step.grad_norm for step in metrics],
-            "weights": all_full(trainable_parameters(training)),
+            "gradients": {key: x for key, x in gradients.items() if x.any()},
         }
     return found
+
+
+def first_gradients(optimizer, params):
+    """Return a dictionary that the first update fills with its gradients."""
+    gradients = {}
+
+    def keep(*_):
+        if not gradients:
+            gradients.update(all_full({name: p.grad for name, p in params.items()}))
+
+    optimizer.register_step_pre_hook(keep)
+    return gradients
 
 
 @pytest.fixture(scope="module")
@@ -71,12 +84,13 @@ def whole_rows(nine_heads):
 
 @every_division
 def test_run_is_the_same_for_any_division_of_rows(nine_heads, whole_rows, division):
-    """Masks of dropout, accumulation and clipping included."""
+    """Masks of dropout, accumulation and clipping included. AdamW divides gradients by their own
+    size, so weights show rounding of any size, and losses of later steps do not."""
     for found in in_division(train_variants, nine_heads, division=division):
         for name, expected in whole_rows.items():
             assert found[name]["losses"] == pytest.approx(expected["losses"], rel=LOSS)
             assert found[name]["norms"] == pytest.approx(expected["norms"], rel=1e-4)
-            assert_rounded(found[name]["weights"], expected["weights"], share=1e-3)
+            assert_rounded(found[name]["gradients"], expected["gradients"])
 
 
 # What attention may have: windows, soft caps, sinks, keys and values of other layers and of two
