@@ -1,7 +1,5 @@
 """That the attention of a training is compared with the family's own before the first step."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from transformers import (
@@ -13,14 +11,12 @@ from transformers import (
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from tests.support.captures import ALONE
 from tests.support.mixtures import tiny_mixture
 from tests.support.models import adapted, base_fixture, quantized, random_store, tiny_gemma2
 from workflow.lib.model import prepared_decoder
 from workflow.lib.system.errors import UserError
 from workflow.lib.training.startup_checks import PACKED_TOLERANCE, check_attention
-
-WORLD = SimpleNamespace(device=torch.device("cpu"))
-
 
 # With a cap that bites, and windows of 7 tokens in every other layer.
 base = base_fixture(tiny_gemma2, attn_logit_softcapping=0.5, initializer_range=0.3)
@@ -35,7 +31,7 @@ def store(seq_len=37):
 @pytest.mark.parametrize("attention", ["eager", "flex"])
 @pytest.mark.parametrize("seq_len", [5, 37, 300])
 def test_attention_that_does_what_the_family_does_passes(base, attention, seq_len):
-    check = check_attention(adapted(base, attention=attention), store(seq_len), WORLD)
+    check = check_attention(adapted(base, attention=attention), store(seq_len), ALONE)
     assert check.passed
     assert check.detail.endswith(f"over {min(seq_len, 256)} tokens")
     assert float(check.detail.split()[1]) < 1e-5
@@ -52,7 +48,7 @@ AttentionMaskInterface.register("uncapped", sdpa_mask)
 def test_attention_that_leaves_out_the_caps_is_refused(base):
     training = adapted(base, attention="uncapped")
     with pytest.raises(UserError, match="Gemma2ForCausalLM have other hidden states than each"):
-        check_attention(training, store(), WORLD)
+        check_attention(training, store(), ALONE)
 
 
 def config_of(training):
@@ -67,14 +63,14 @@ def test_window_that_a_layer_does_not_tell_is_refused(base):
     for layer in training.peft_model.get_base_model().model.layers:
         layer.self_attn.sliding_window = None
     with pytest.raises(UserError, match=r"masks what is beyond 4096 tokens, and tells .* None"):
-        check_attention(training, store(), WORLD)
+        check_attention(training, store(), ALONE)
 
 
 def test_attention_is_as_before_after_the_check(base):
     training = adapted(base, attention="flex")
     config_of(training).sliding_window = 4096
     with pytest.raises(UserError):
-        check_attention(training, store(), WORLD)
+        check_attention(training, store(), ALONE)
     assert config_of(training)._attn_implementation == "flex"
     assert not hasattr(config_of(training), "workflow_told_alone")
 
@@ -102,7 +98,7 @@ def test_rounding_that_grows_from_layer_to_layer_is_no_difference(unscaled):
         for hidden_states in (unscaled.hidden_states, unscaled.family_hidden_states)
     )
     at_end = (ours - theirs).norm() / theirs.norm()
-    in_one_layer = float(check_attention(unscaled, store(), WORLD).detail.split()[1])
+    in_one_layer = float(check_attention(unscaled, store(), ALONE).detail.split()[1])
     assert 5 * in_one_layer < min(PACKED_TOLERANCE[torch.bfloat16], at_end)
 
 
@@ -114,7 +110,7 @@ def test_attention_across_documents_is_found_in_spite_of_rounding(unscaled, monk
 
     monkeypatch.setattr(prepared_decoder, "decoder_inputs", joined)
     with pytest.raises(UserError, match=r"in one layer they differ by 0\.\d+ of what it adds"):
-        check_attention(unscaled, store(), WORLD)
+        check_attention(unscaled, store(), ALONE)
 
 
 def leaking(training):
@@ -126,14 +122,14 @@ def leaking(training):
 
 def test_state_that_passes_from_document_to_document_is_refused_where_rows_have_several(base):
     with pytest.raises(UserError, match=r"data\.packing to false"):
-        check_attention(leaking(adapted(base, attention="eager")), store(), WORLD)
+        check_attention(leaking(adapted(base, attention="eager")), store(), ALONE)
 
 
 def test_documents_that_have_a_row_each_are_compared_alone(base):
     alone = store()
     alone.position_ids[:] = range(37)
     training = adapted(base, attention="eager")
-    assert check_attention(training, alone, WORLD).passed
+    assert check_attention(training, alone, ALONE).passed
 
 
 @pytest.fixture
@@ -149,10 +145,10 @@ def undecided(tmp_path):
 
 
 def test_experts_of_nearly_one_score_are_no_difference(undecided):
-    check = check_attention(undecided, store(300), WORLD)
+    check = check_attention(undecided, store(300), ALONE)
     assert float(check.detail.split()[1]) < 1e-5
 
 
 def test_state_that_passes_between_documents_of_a_mixture_is_refused(undecided):
     with pytest.raises(UserError, match=r"data\.packing to false"):
-        check_attention(leaking(undecided), store(), WORLD)
+        check_attention(leaking(undecided), store(), ALONE)

@@ -1,13 +1,12 @@
 """The order in which a model is made ready, and the checks before its first step."""
 
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
-import torch
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.built_models import built_model
+from tests.support.captures import ALONE
 from tests.support.distributed import run_in_group
 from tests.support.models import adapted, base_fixture, quantized, random_store, tiny_llama
 from tests.support.plans import make_plan
@@ -173,9 +172,8 @@ def test_cap_that_small_logits_do_not_reach_is_found(base):
     training = adapted(base, r=2).eval()
     head = training.head_loss.head
     training.head_loss.head = OutputHead(head.module, 1.0, 200.0)
-    world = SimpleNamespace(device=torch.device("cpu"))
     with pytest.raises(UserError, match="its logits differ by"):
-        check_family(training, random_store(rows=3, seq_len=11), world)
+        check_family(training, random_store(rows=3, seq_len=11), ALONE)
 
 
 def test_family_whose_own_forward_fails_is_refused_in_a_line(base, monkeypatch):
@@ -186,6 +184,5 @@ def test_family_whose_own_forward_fails_is_refused_in_a_line(base, monkeypatch):
         raise ValueError("Could not find a `sliding_window`\nargument")
 
     monkeypatch.setattr(training, "family_logits", fails)
-    world = SimpleNamespace(device=torch.device("cpu"))
     with pytest.raises(UserError, match=r"own forward fails on text \(ValueError: Could not find"):
-        check_family(training, random_store(rows=3, seq_len=11), world)
+        check_family(training, random_store(rows=3, seq_len=11), ALONE)

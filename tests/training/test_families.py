@@ -4,11 +4,11 @@ packed documents and without, on one process and two; what is exported is read b
 import re
 from copy import deepcopy
 from functools import cache, partial
-from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tests.support.captures import ALONE
 from tests.support.distributed import run_in_group
 from tests.support.families import FAMILIES, RECURRENT, RECURRENT_EXPERTS, by_kind
 from tests.support.family_runs import (
@@ -157,9 +157,8 @@ def test_start_up_check_finds_attention_to_the_document_before(found, family):
 def test_start_up_check_names_flex_where_masks_leave_out_documents(tmp_path):
     base = make_bases(tmp_path, ["afmoe"]) / "afmoe" / "nf4"
     training = adapted(base, attention="sdpa", r=2).eval()
-    world = SimpleNamespace(device=CPU)
     with pytest.raises(UserError, match=r"Set model\.attention to flex, or data\.packing to false"):
-        check_attention(training, family_store("packed"), world)
+        check_attention(training, family_store("packed"), ALONE)
 
 
 @pytest.mark.parametrize("family", by_kind([*RECURRENT, *RECURRENT_EXPERTS]))
@@ -173,11 +172,10 @@ def test_start_up_check_finds_a_state_that_adds_up_over_layers(tmp_path, monkeyp
     """In bf16, whose bound for one layer is wider than what a state of Falcon H1 adds there."""
     base = make_bases(tmp_path, ["falcon_h1"]) / "falcon_h1" / "nf4"
     training = adapted(base, attention=attention_of(base), dtype=torch.bfloat16, r=2).eval()
-    world = SimpleNamespace(device=CPU)
-    assert check_attention(training, family_store("packed"), world).passed
+    assert check_attention(training, family_store("packed"), ALONE).passed
     monkeypatch.setattr(prepared_decoder, "documents_in", rows_as_documents)
     with pytest.raises(UserError, match=REFUSED):
-        check_attention(training, family_store("packed"), world)
+        check_attention(training, family_store("packed"), ALONE)
 
 
 @every_family
