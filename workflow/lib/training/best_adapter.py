@@ -143,7 +143,7 @@ class HeldOut:
             numbers = [number for row in rows for number in row]
             weights = [self._store.heldout_weights(number) for number in numbers]
             indices = [place_of[n] for n, x in zip(numbers, weights, strict=True) for _ in x]
-            own_tokens = self._is_own(rows, world)
+            own_tokens = self._own_tokens(rows, world)
             own = losses.cpu().double()
             weighted = own * torch.from_numpy(np.concatenate([*weights, np.empty(0)]))[own_tokens]
             documents = torch.tensor(indices, dtype=torch.int64)[own_tokens]
@@ -178,15 +178,16 @@ class HeldOut:
         for start in range(0, num_rows, self._micro_batch_size):
             yield own[start : start + self._micro_batch_size]
 
-    def _is_own(self, rows: Sequence[Sequence[int]], world: World) -> torch.Tensor:
-        """Return which trained tokens of rows (n,) bool are in this process's slices."""
+    def _own_tokens(self, rows: Sequence[Sequence[int]], world: World) -> torch.Tensor | slice:
+        """Return the index of the trained tokens of rows (n,) that are in this process's slices."""
+        if world.context is None:
+            return slice(None)
         documents = self._store.heldout_documents()
         masks = [
             rows_of_documents([documents[n] for n in row], seq_len=self._seq_len)[2] for row in rows
         ]
         predicting = torch.from_numpy(np.concatenate(masks).nonzero()[1] - 1)
-        slice_number = 0 if world.context is None else world.context.rank()
-        return predicting // world.slice_tokens(self._seq_len) == slice_number
+        return predicting // world.slice_tokens(self._seq_len) == world.context.rank()
 
     def _batches(self, world: World) -> Iterator[MicroBatch]:
         for rows in self._own_rows(world):
