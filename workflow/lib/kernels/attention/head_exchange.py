@@ -21,6 +21,7 @@ from workflow.lib.kernels.attention.row_cut import RowCut
 Attend = Callable[..., tuple[torch.Tensor, None]]
 Ranges = Sequence[tuple[int, int]]
 """The heads (start, stop) of each process."""
+Exchange = Callable[[torch.Tensor, Ranges, dist.ProcessGroup], torch.Tensor]
 
 
 def over_whole_rows(attend: Attend) -> Attend:
@@ -83,12 +84,16 @@ class Heads:
         """Return the outputs (rows, tokens, heads, width) of a slice, of the own heads of whole
         rows."""
         rows = x.reshape(self._num_rows, -1, *x.shape[2:])
-        slices: torch.Tensor = _ByTokens.apply(rows, self._queries, self._group)  # type: ignore[no-untyped-call]
+        slices: torch.Tensor = _Exchange.apply(  # type: ignore[no-untyped-call]
+            rows, (by_tokens, by_heads), self._queries, self._group
+        )
         return slices.reshape(len(x), -1, *slices.shape[2:])
 
     def _by_heads(self, x: torch.Tensor, ranges: Ranges) -> torch.Tensor:
         rows = x.transpose(1, 2).reshape(self._num_rows, -1, x.shape[1], x.shape[3])
-        heads: torch.Tensor = _ByHeads.apply(rows, ranges, self._group)  # type: ignore[no-untyped-call]
+        heads: torch.Tensor = _Exchange.apply(  # type: ignore[no-untyped-call]
+            rows, (by_heads, by_tokens), ranges, self._group
+        )
         return heads.reshape(len(x), -1, *heads.shape[2:]).transpose(1, 2)
 
 
@@ -139,27 +144,21 @@ def by_tokens(x: torch.Tensor, ranges: Ranges, group: dist.ProcessGroup) -> torc
     return total.to(x.dtype)
 
 
-class _ByHeads(torch.autograd.Function):
+class _Exchange(torch.autograd.Function):
+    """Backward is the other exchange."""
+
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, ranges: Ranges, group: dist.ProcessGroup
+        ctx: Any,
+        x: torch.Tensor,
+        exchanges: tuple[Exchange, Exchange],
+        ranges: Ranges,
+        group: dist.ProcessGroup,
     ) -> torch.Tensor:
-        ctx.exchange = ranges, group
-        return by_heads(x, ranges, group)
+        exchange, ctx.back = exchanges
+        ctx.options = ranges, group
+        return exchange(x, ranges, group)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return by_tokens(grads[0], *ctx.exchange), None, None
-
-
-class _ByTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, ranges: Ranges, group: dist.ProcessGroup
-    ) -> torch.Tensor:
-        ctx.exchange = ranges, group
-        return by_tokens(x, ranges, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return by_heads(grads[0], *ctx.exchange), None, None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return ctx.back(grads[0], *ctx.options), None, None, None
