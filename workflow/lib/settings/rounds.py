@@ -26,7 +26,7 @@ class AnswersConfig(Section):
     per_prompt: Annotated[int, PLANNED] = Field(8, ge=2, le=1024)
     """Answers to a prompt."""
     prompts_per_round: Annotated[int, PLANNED] = Field(64, ge=0, le=65_536)
-    """Prompts of a round: the next ones of the training rows, in an order by `seed`."""
+    """Prompts of a round, at least 1: the next training rows, in an order by `seed`."""
     heldout_prompts: int = Field(32, ge=1, le=65_536)
     """Held-out prompts, the same before every round and after the last. Their rewards compare
     rounds; no run trains on them."""
