@@ -79,13 +79,13 @@ def lines_of(
 
 def tell(lines: list[RewardLine], first: list[RewardLine] | None) -> None:
     """Log means with intervals. first: rewards of the first round, to the same held-out prompts."""
-    gains = {
+    by_label = {
         f"mean reward of %d {split} prompts": mean_rewards(lines, split=split)
         for split in ("train", "heldout")
     }
     if first is not None:
-        gains["gain of %d heldout prompts since the first round"] = heldout_gains(first, lines)
-    for words, values in gains.items():
+        by_label["gain of %d heldout prompts since the first round"] = heldout_gains(first, lines)
+    for words, values in by_label.items():
         if (mean := mean_of(values)) is not None:
             interval = "" if mean.ci95 is None else " [{:.3f}, {:.3f}]".format(*mean.ci95)
             logger.info(f"{words}: %.3f%s", len(values), mean.value, interval)
