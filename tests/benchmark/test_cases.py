@@ -72,6 +72,18 @@ def test_case_that_is_no_mapping_is_refused(tmp_path):
         wanted(cases=["flash"], cases_file=str(tmp_path / "cases.yaml"))
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [(None, "no such file"), ("- flash\n", "no mapping by name"), ("a: b: c\n", "no YAML")],
+)
+def test_file_that_is_no_mapping_is_refused_by_its_name(tmp_path, text, message):
+    file = tmp_path / "cases.yaml"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(UserError, match=rf"{file}.*{message}"):
+        wanted(cases=["flash"], cases_file=str(file))
+
+
 def test_every_shipped_case_but_ddp_has_settings_that_a_run_may_have():
     found = wanted(cases="all", peers=True, processes=[4])
     assert {request.name for request in found if request.peer} == {

@@ -19,6 +19,7 @@ from workflow.lib.model.architecture.shipped_shapes import known_config, nearest
 from workflow.lib.settings.config import NOT_VALID, RunConfig, load_config, validated
 from workflow.lib.settings.overrides import merge
 from workflow.lib.settings.section_base import Name, Section
+from workflow.lib.settings.yaml_files import check_yaml
 from workflow.lib.step_plan.memory_options import unsearched_settings
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.near_names import near_names
@@ -176,20 +177,17 @@ def requests(benchmark: BenchmarkConfig, *, num_gpus: int) -> list[Request]:
 def read_cases(path: str | None) -> dict[str, CaseEntry]:
     """Return the cases of a list by name (None: the shipped one), or raise `UserError`."""
     file = SHIPPED if path is None else Path(path)
-    try:
-        document = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        reason = f"it cannot be read as YAML ({error})"
-        change = unexpanded(str(file)) + "Correct the file"
-        raise setting_error("benchmark.cases_file", str(file), reason, change) from None
-    if not isinstance(document, dict) or not all(isinstance(name, str) for name in document):
-        raise setting_error(
-            "benchmark.cases_file",
-            str(file),
-            "it is no mapping of cases by name",
-            "See the shipped one",
-        )
+    document = read_mapping(file)
     return {name: _entry(name, entry, file) for name, entry in document.items()}
+
+
+def read_mapping(file: Path) -> dict[str, Any]:
+    """Return the mapping of a YAML file, or raise `UserError`."""
+    check_yaml(file)
+    document = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+    if not isinstance(document, dict) or not all(isinstance(name, str) for name in document):
+        raise UserError(f"{file}: it is no mapping by name. See those of {SHIPPED.parent}.")
+    return document
 
 
 def _entry(name: str, entry: Any, file: Path) -> CaseEntry:

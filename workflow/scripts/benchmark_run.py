@@ -20,9 +20,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from workflow.benchmark.cases import Request, load_benchmark, requests
+from workflow.benchmark.cases import Request, load_benchmark, read_mapping, requests
 from workflow.benchmark.measure import OUT_OF_MEMORY, Job, measure
 from workflow.benchmark.prediction import Prepared, prepare
 from workflow.benchmark.random_base import write_random_base
@@ -104,14 +102,13 @@ def kept_folder(args: argparse.Namespace) -> Path:
 
 def wanted_requests(args: argparse.Namespace, *, num_gpus: int) -> list[Request]:
     """Return the requests of a settings file and the options beside it."""
-    documents = [yaml.safe_load(path.read_text(encoding="utf-8")) or {} for path in args.configfile]
     chosen: dict[str, Any] = {}
     if args.cases is not None:
         chosen["cases"] = "all" if args.cases == ["all"] else args.cases
     if args.processes is not None:
         chosen["processes"] = args.processes
     settings: dict[str, object] = {"benchmark": {}}
-    for document in [*documents, {"benchmark": chosen}]:
+    for document in [*map(read_mapping, args.configfile), {"benchmark": chosen}]:
         settings = merge(settings, document)
     return requests(load_benchmark(settings), num_gpus=num_gpus)
 
