@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from tests.support.models import tiny_llama
+from tests.support.plans import make_plan
 from tests.support.preloaded_python import preloaded_python
 from workflow.benchmark.cases import load_benchmark, requests
 from workflow.benchmark.measure import Job, together
@@ -120,10 +121,8 @@ def test_one_start_measures_neighbours_that_are_alike_and_peers_alone():
 
 
 def job_of_tokens(tokens):
-    plan = SimpleNamespace(micro_batch_size=1, accumulation_steps=1)
-    return cast(
-        Job, SimpleNamespace(plan=plan, run={"data": {"seq_len": tokens}}, pairs=None, groups=None)
-    )
+    plan = make_plan(seq_len=tokens)
+    return cast(Job, SimpleNamespace(plan=plan, pairs=None, groups=None))
 
 
 def measured_at(speed):

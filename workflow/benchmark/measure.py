@@ -77,8 +77,8 @@ class Job:
 
 def measure(jobs: Sequence[Job]) -> Iterator[Measurement | None]:
     """Build, check and train each job's model; yield the measurement on the main process, None on
-    others. Collective. All jobs have the same device, groups of processes
-    and timeout. Raises `UserError` if GPU memory runs out."""
+    others. Collective. All jobs have the same device, groups of processes and timeout. Raises
+    `UserError` if GPU memory runs out."""
     plan, timeout_s = jobs[0].plan, jobs[0].timeout_s
     with (
         Pulse(rank=int(os.environ["RANK"]), start_s=timeout_s, step_s=STEP_S) as pulse,
