@@ -13,6 +13,7 @@ from workflow.lib.planning.machine import imagined_machine
 from workflow.lib.planning.memory.peaks import Peaks
 from workflow.lib.planning.preflight.planning_inputs import plan_from_settings
 from workflow.lib.planning.preflight.what_if import settings_of
+from workflow.lib.recording import kept_tapes
 from workflow.lib.recording.kept_tapes import folder, keep_peaks, known_peaks, shipped_key, stored
 from workflow.lib.recording.recording_process import PlanRecorder
 from workflow.lib.system.gpu_models import BY_NAME
@@ -33,6 +34,14 @@ def test_peaks_are_known_of_the_plan_that_they_were_kept_of_alone():
     assert known_peaks(CONFIG, setup(), checked=False) is None
     assert known_peaks(CONFIG, setup(rank=8), checked=True) is None
     assert known_peaks(CONFIG | {"hidden_size": 8}, setup(), checked=True) is None
+
+
+def test_builds_of_one_release_share_recordings(monkeypatch):
+    def key(torch):
+        monkeypatch.setattr(kept_tapes, "version", lambda _: torch)
+        return kept_tapes.recording_key(CONFIG, setup(), checked=True)
+
+    assert key("2.11.0+cu130") == key("2.11.0") != key("2.12.0")
 
 
 def test_damaged_file_is_as_if_it_were_not_there():

@@ -99,6 +99,27 @@ def test_unknown_shape_is_one_message_with_the_nearest_models():
         prepare(request, num_gpus=0, recordings=cast(Any, None))
 
 
+def test_named_gpus_are_predicted_without_any(tmp_path):
+    """Memory and speed of two GPUs that are not here; no base is written."""
+    folder, output = str(tiny_llama(tmp_path / "model")), tmp_path / "lines.jsonl"
+    sizes = {"model": folder, "seq_len": SEQ_LEN, "cases": ["flash", "trl_ddp"], "rank": 3}
+    words = ["--configfile", settings_file(tmp_path, **sizes), "--predict", "2xH100"]
+    words += ["--output", str(output), "--bases", str(tmp_path / "bases")]
+    benchmark_run.main(benchmark_run.parser().parse_args(words))
+    row, peer = read_lines(output)
+    assert (row["status"], peer["status"]) == ("predicted", "not_installed")
+    assert row["gpu_names"] == ["NVIDIA H100 80GB HBM3"] * 2
+    assert "measured" not in row
+    assert row["predicted"]["peak_bytes"] > 0
+    assert row["predicted"]["time"]["tokens_per_s_per_process"] > 0
+    assert not (tmp_path / "bases").exists()
+
+
+def test_visible_gpus_are_not_replaced_by_others():
+    with pytest.raises(UserError, match="--predict = 'H200': this machine shows NVIDIA L4"):
+        benchmark_run.imagined_gpus("H200", visible=["NVIDIA L4"])
+
+
 def test_finished_case_is_not_measured_again(tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark_run, "launch", lambda args, ready: UserError(" ".join(ready)))
     output = tmp_path / "lines.jsonl"

@@ -234,8 +234,9 @@ def step_rows(sizes: BenchmarkConfig, *, processes: int) -> int:
     return packed(pairs, seq_len=sizes.seq_len).num_rows
 
 
-def run_settings(request: Request, *, device: str) -> RunConfig:
-    """Return the settings of a request's run; raises `UserError` for an impossible one."""
+def run_settings(request: Request, *, device: str, gpu_model: str | None = None) -> RunConfig:
+    """Return the settings of a request's run, on GPUs of a named model where none is visible;
+    raises `UserError` for an impossible one."""
     sizes, count = request.sizes, request.processes
     sharing = request.settings.get("hardware", {}).get("context_parallel", 1)
     document: dict[str, Any] = {
@@ -248,7 +249,9 @@ def run_settings(request: Request, *, device: str) -> RunConfig:
             "micro_batch_size": sizes.micro_batch_size,
             "learning_rate": 1e-4,
         },
-        "hardware": {"gpus": count} if device == "cuda" else {"gpus": 0, "cpu_processes": count},
+        "hardware": {"gpus": count, "gpu_model": gpu_model}
+        if device == "cuda"
+        else {"gpus": 0, "cpu_processes": count},
     }
     # A case does not measure the choices of preflight.
     document = merge(unsearched_settings(), document)

@@ -44,13 +44,16 @@ class Prepared:
     predicted: dict[str, Any] | None  # none for a peer
 
 
-def prepare(request: Request, *, num_gpus: int, recordings: RecordingProcess) -> Prepared:
-    """Plan and predict a request (a peer: plan alone); raises `UserError` if it cannot run."""
+def prepare(
+    request: Request, *, num_gpus: int, recordings: RecordingProcess, gpu_model: str | None = None
+) -> Prepared:
+    """Plan and predict a request (a peer: plan alone) for this machine's GPUs, or for `num_gpus` of
+    a named model; raises `UserError` if it cannot run."""
     device = "cuda" if request.sizes.device == "auto" and num_gpus > 0 else "cpu"
     if device == "cuda" and request.processes > num_gpus:
         bound = f"this machine shows {num_gpus} GPU(s), one for each process"
         raise setting_error("benchmark.processes", request.processes, bound, "Lower it")
-    run = run_settings(request, device=device)
+    run = run_settings(request, device=device, gpu_model=gpu_model)
     config = model_config(request.sizes)
     shape = _described(request.sizes, config)
     tokens = imagined_tokens(request, shape)

@@ -47,8 +47,9 @@ class BenchmarkRow(Record):
     sizes: dict[str, Any]  # section `benchmark` overridden by the case's own settings
     settings: dict[str, Any]  # the case's own settings of a run
     peer: dict[str, Any] | None  # settings of other software; null for this workflow's engine
-    status: Literal["measured", "out_of_memory", "failed", "not_installed"]  # the result
-    cause: str | None = None  # why it was not measured; null if it was
+    status: Literal["measured", "out_of_memory", "failed", "not_installed", "predicted"]
+    """The result; predicted: nothing was to be measured."""
+    cause: str | None = None  # why it could not be measured; null if it could
     measured: Measurement | None = None  # the measurement; null if there is none
     gpu_names: list[str] = Field(default=[])
     """Names of the GPUs, one per process; empty if the case cannot run here, or on a CPU."""

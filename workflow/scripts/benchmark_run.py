@@ -6,6 +6,9 @@ ones) and becomes a line of the output (JSON Lines), also one that cannot run or
 Measurements of an earlier call, even of a killed one, are not repeated. The random base is written
 once for all cases of a shape.
 
+`--predict 2xH200` writes what preflight predicts for these GPUs, and measures nothing. A machine
+with this one's versions and cache folder (`~/.cache/fsdp-qlora-workflow`) then predicts at once.
+
     python -m workflow.scripts.benchmark_run \\
         --configfile workflow/resources/benchmark/llama3-8b-1gpu.yaml --output measurements.jsonl
 """
@@ -31,8 +34,9 @@ from workflow.lib.recording.recording_process import recording_process
 from workflow.lib.settings.overrides import merge
 from workflow.lib.system.artifact_files import read_artifact, read_lines, write_lines
 from workflow.lib.system.environment import is_worker, shipped_path
-from workflow.lib.system.errors import UserError
+from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.files import short_hash, write_checked_json
+from workflow.lib.system.gpu_models import parse_gpus
 from workflow.lib.system.hardware import visible_gpus
 from workflow.lib.system.locks import exclusive
 from workflow.lib.system.number_formats import size
@@ -49,22 +53,36 @@ def main(args: argparse.Namespace) -> None:
     if is_worker():
         work(args)
         return
-    gpus = visible_gpus()
+    names, gpu_model = [gpu.name for gpu in visible_gpus()], None
+    if args.predict is not None:
+        names, gpu_model = imagined_gpus(args.predict, visible=names)
     rows = {row["key"]: row for row in read_lines(args.output)} if args.output.is_file() else {}
     wanted = {
-        short_hash([request.document(), [gpu.name for gpu in gpus]]): request
-        for request in wanted_requests(args, num_gpus=len(gpus))
+        short_hash([request.document(), names]): request
+        for request in wanted_requests(args, num_gpus=len(names))
     }
     for key in [key for key in wanted if rows.get(key, {}).get("status") in FINAL]:
         logger.info("%s: measured before", wanted.pop(key).label)
     with recording_process() as recordings:
-        prepared = partial(prepare, num_gpus=len(gpus), recordings=recordings)
+        prepared = partial(prepare, num_gpus=len(names), recordings=recordings, gpu_model=gpu_model)
+        rows_of = partial(several, args) if gpu_model is None else predictions
         for keys in starts(wanted, together=args.together):
-            for row in several(args, {key: wanted[key] for key in keys}, prepared):
+            for row in rows_of({key: wanted[key] for key in keys}, prepared):
                 rows[row.key] = row.as_json()
                 logger.info("%s: %s", wanted[row.key].label, summary_words(row))
             write_lines(args.output, rows.values())
-            shutil.rmtree(kept_folder(args), ignore_errors=True)
+            if gpu_model is None:
+                shutil.rmtree(kept_folder(args), ignore_errors=True)
+
+
+def imagined_gpus(text: str, *, visible: list[str]) -> tuple[list[str], str]:
+    """Return the names of GPUs like `2xH200`, and their model; raises `UserError` if some are
+    visible, which are what preflight plans for."""
+    count, model = parse_gpus(text, setting="--predict")
+    if visible:
+        bound = f"this machine shows {visible[0]}"
+        raise setting_error("--predict", text, bound, "Leave it out: they are measured")
+    return [model.name] * count, model.name
 
 
 def starts(wanted: Mapping[str, Request], *, together: int) -> Iterator[list[str]]:
@@ -113,20 +131,22 @@ def wanted_requests(args: argparse.Namespace, *, num_gpus: int) -> list[Request]
     return requests(load_benchmark(settings), num_gpus=num_gpus)
 
 
+def predictions(
+    wanted: Mapping[str, Request], prepared: Callable[[Request], Prepared]
+) -> Iterator[BenchmarkRow]:
+    """Yield each request's row, predicted or with a cause; prepared: plans and predicts one."""
+    ready: dict[str, Prepared] = {}
+    yield from _impossible(wanted, prepared, ready)
+    for key, prediction in ready.items():
+        yield BenchmarkRow(**_prepared_fields(key, prediction), status="predicted")
+
+
 def several(
     args: argparse.Namespace, wanted: Mapping[str, Request], prepared: Callable[[Request], Prepared]
 ) -> Iterator[BenchmarkRow]:
     """Yield each request's row, measured or with a cause; prepared: plans and predicts one."""
     ready: dict[str, Prepared] = {}
-    for key, request in wanted.items():
-        end: dict[str, Any] = {"status": "not_installed", "cause": _missing_packages(request)}
-        if end["cause"] is None:
-            try:
-                ready[key] = prepared(request)
-                continue
-            except UserError as error:
-                end = {"status": "failed", "cause": first_line(error)}
-        yield BenchmarkRow(**_request_fields(key, request), **end)
+    yield from _impossible(wanted, prepared, ready)
     yield from _measured(kept_folder(args), ready)
     while ready:
         failure = launch(args, ready)
@@ -139,6 +159,23 @@ def several(
                 status="out_of_memory" if OUT_OF_MEMORY in str(failure) else "failed",
                 cause=first_line(failure),
             )
+
+
+def _impossible(
+    wanted: Mapping[str, Request],
+    prepared: Callable[[Request], Prepared],
+    ready: dict[str, Prepared],
+) -> Iterator[BenchmarkRow]:
+    """Yield the rows of requests that cannot run, and put the others into `ready`."""
+    for key, request in wanted.items():
+        end: dict[str, Any] = {"status": "not_installed", "cause": _missing_packages(request)}
+        if end["cause"] is None:
+            try:
+                ready[key] = prepared(request)
+                continue
+            except UserError as error:
+                end = {"status": "failed", "cause": first_line(error)}
+        yield BenchmarkRow(**_request_fields(key, request), **end)
 
 
 def _measured(folder: Path, ready: dict[str, Prepared]) -> Iterator[BenchmarkRow]:
@@ -221,6 +258,8 @@ def find_base(bases: Path, prepared: Prepared) -> Path:
 
 def summary_words(row: BenchmarkRow) -> str:
     measured = row.measured
+    if row.status == "predicted":
+        return predicted_words(row.predicted)
     if measured is None:
         return str(row.cause)
     memory = measured.allocated_bytes or measured.host_bytes
@@ -229,6 +268,15 @@ def summary_words(row: BenchmarkRow) -> str:
     if measured.pairs_per_s_per_process is not None:
         speed = f"{measured.pairs_per_s_per_process:.2f} pairs/s per process"
     return f"{speed}, peak {size(memory)}{off}"
+
+
+def predicted_words(predicted: Mapping[str, Any] | None) -> str:
+    if predicted is None:
+        return "nothing is predicted for other software"
+    memory = f"predicted: peak {size(predicted['peak_bytes'])}"
+    if predicted["time"] is None:
+        return memory
+    return f"{memory}, {predicted['time']['tokens_per_s_per_process']:,.0f} tokens/s per process"
 
 
 def first_line(error: BaseException) -> str:
@@ -241,6 +289,7 @@ def parser() -> argparse.ArgumentParser:
     arguments.add_argument("--configfile", nargs="+", default=[], type=Path, help=text)
     arguments.add_argument("--cases", nargs="+", metavar="NAME", help="cases by name, or all")
     arguments.add_argument("--processes", nargs="+", type=int, help="numbers of processes")
+    arguments.add_argument("--predict", metavar="GPUS", help="predict for these, measure nothing")
     arguments.add_argument(
         "--case-timeout-s",
         type=float,
