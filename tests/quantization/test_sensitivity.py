@@ -13,6 +13,7 @@ from tests.quantization.test_calibrated_base import LENGTHS, ROUNDING, store
 from tests.quantization.test_layer_stream import folder_of
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.meta_model import auto_class
+from workflow.lib.quantization import sensitivity
 from workflow.lib.quantization.layer_stream import LayerStream
 from workflow.lib.quantization.nf4_checkpoint import BaseWeights
 from workflow.lib.quantization.sensitivity import (
@@ -25,6 +26,7 @@ from workflow.lib.quantization.sensitivity import (
 )
 from workflow.lib.settings.config import QuantizeConfig
 from workflow.lib.system.errors import UserError
+from workflow.lib.system.progress import Progress
 
 CPU = torch.device("cpu")
 SETTINGS = QuantizeConfig(keep="auto", double_quant=False)
@@ -92,6 +94,23 @@ def test_costs_are_those_of_the_whole_models_gradients(tmp_path, name):
     for path, square in squares.items():
         share = square / sum(squares.values())
         assert costs["prose"][path] / whole == pytest.approx(share, rel=ROUNDING), path
+
+
+def test_each_row_moves_the_progress_as_far_as_the_total(tmp_path, monkeypatch):
+    moves = []
+
+    class Counted(Progress):
+        def __init__(self, what, *, total, unit):
+            super().__init__(what, total=total, unit=unit)
+            moves.append(-total)
+
+        def add(self, count, **_):
+            moves.append(count)
+
+    monkeypatch.setattr(sensitivity, "Progress", Counted)
+    measured(folder_of("llama", tmp_path / "original"))
+    assert sum(moves) == 0
+    assert set(moves[1:]) == {1}
 
 
 def test_rows_are_those_of_training_that_do_not_count_padding_and_other_kinds_beside_them(tmp_path):

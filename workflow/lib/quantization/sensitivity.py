@@ -9,7 +9,7 @@ gradients. A whole model is never loaded.
 What a layer returns beside states (keys that later layers read) hands on no gradient. Linears
 outside of the layers are not measured."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -88,11 +88,14 @@ def measured_costs(
     rows = [(kind, batch) for kind, batches in texts.items() for batch in batches]
     batches, num_layers = [batch for _, batch in rows], len(stream.layers)
     squares: Costs = {kind: {} for kind in texts}
-    with Progress("measuring", total=2 * num_layers, unit="layers") as progress:
+    # a row passes each layer, and the head, in the original model, in 4 bits, and backward
+    passes = 3 * (num_layers + 1) * len(rows)
+    with Progress("measuring", total=passes, unit="passes") as progress:
         inputs, last, rises = _forward(stream, batches, paths, settings, progress)
-        grads = [
-            _loss_grad(stream, batch, states) for batch, states in zip(batches, last, strict=True)
-        ]
+        grads = []
+        for batch, states in zip(batches, last, strict=True):
+            grads.append(_loss_grad(stream, batch, states))
+            progress.add(1)
         for number in reversed(range(num_layers)):
             with stream.loaded(number) as layer:
                 layer_pass = _LayerBackward(stream, number, layer, paths, settings)
@@ -101,8 +104,8 @@ def measured_costs(
                     grads[index], own = layer_pass.run(batch, states, grads[index])
                     for path, square in own.items():
                         squares[kind][path] = squares[kind].get(path, 0.0) + square
+                    progress.add(1)
             inputs.pop()
-            progress.add(1)
     tokens, costs = predicted_tokens(texts), dict.fromkeys(texts, 0.0)
     for (kind, _), rise in zip(rows, rises, strict=True):
         costs[kind] += rise / tokens[kind]
@@ -137,22 +140,27 @@ def _forward(
     hidden = [stream.first_hidden(batch).cpu() for batch in batches]
     rounded = list(hidden)
 
-    def run(rows: Sequence[Batch], states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        pairs = zip(rows, states, strict=True)
-        return [stream.run(number, row, x.to(row.input_ids.device)).cpu() for row, x in pairs]
+    def run(rows: Sequence[Batch], states: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        for row, x in zip(rows, states, strict=True):
+            yield stream.run(number, row, x.to(row.input_ids.device)).cpu()
+            progress.add(1)
+
+    def losses(rows: Sequence[Batch], states: Sequence[torch.Tensor]) -> Iterator[float]:
+        for row, x in zip(rows, states, strict=True):
+            yield from document_losses(stream, [row], [x])
+            progress.add(1)
 
     for number in range(len(stream.layers)):
         pairs = zip(hidden, batches, strict=True)
         inputs.append([(states, {number: batch.beside[number]}) for states, batch in pairs])
         with stream.loaded(number) as layer:
-            hidden = run(batches, hidden)
+            hidden = list(run(batches, hidden))
             prefix = stream.prefixes[number]
             for path, part in quantized_modules(layer, paths, prefix=prefix).items():
                 put_absmax_(part, settings, path=f"{prefix}.{path}", paths=paths)
-            rounded = run(in_4_bits, rounded)
-        progress.add(1)
-    losses = [document_losses(stream, *x) for x in ((batches, hidden), (in_4_bits, rounded))]
-    return inputs, hidden, [after - before for before, after in zip(*losses, strict=True)]
+            rounded = list(run(in_4_bits, rounded))
+    both = zip(losses(batches, hidden), losses(in_4_bits, rounded), strict=True)
+    return inputs, hidden, [after - before for before, after in both]
 
 
 def _targets(batch: Batch) -> torch.Tensor:
