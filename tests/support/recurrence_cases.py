@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from workflow.lib.kernels.recurrences import delta_kernels, space_kernels, state_space
+from workflow.lib.kernels.recurrences import gated_delta_rule, state_space
 from workflow.lib.kernels.recurrences import short_convolution as short
 from workflow.lib.kernels.recurrences.gated_delta_rule import by_kernels, by_torch, gradients
 from workflow.lib.kernels.recurrences.state_space import Steps
@@ -46,7 +46,7 @@ DELTAS = (
     Deltas(2, 130, 2, 4, 32, 64, normalize=True),
     Deltas(1, 100, 1, 3, 48, 80, normalize=False),
     Deltas(2, 5, 1, 2, 24, 8, normalize=True),
-    Deltas(1, delta_kernels.CHUNK, 2, 2, 16, 32, normalize=False),
+    Deltas(1, gated_delta_rule.CHUNK, 2, 2, 16, 32, normalize=False),
     Deltas(1, 70, 1, 1, 256, 128, normalize=True),
 )
 
@@ -58,7 +58,7 @@ def deltas(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
     draw = torch.Generator().manual_seed(0)
     results = []
     for case in DELTAS:
-        if case.key_width > delta_kernels.MOST_KEYS[dtype.itemsize]:
+        if case.key_width > gated_delta_rule.MOST_KEYS[dtype.itemsize]:
             continue
         rows, tokens, groups, heads, width, value_width, normalize = case
         common = torch.randn(rows, 1, 2, groups, width, generator=draw)
@@ -94,9 +94,9 @@ class Spaces(NamedTuple):
 
 SPACES = (
     Spaces(2, 130, 6, 16, 2, 24, skips=True),
-    Spaces(1, space_kernels.CHUNK, 4, 64, 4, 32, skips=False),
+    Spaces(1, state_space.CHUNK, 4, 64, 4, 32, skips=False),
     Spaces(2, 5, 2, 8, 2, 16, skips=True),
-    Spaces(1, 70, space_kernels.PORTION + 2, 64, 1, 128, skips=True),
+    Spaces(1, 70, state_space.PORTION + 2, 64, 1, 128, skips=True),
 )
 
 
@@ -113,14 +113,11 @@ def spaces(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
         decay, factors = torch.rand(2, heads, generator=draw).to(device)
         skip = factors if skips else None
         leaves = [y.float().requires_grad_() for y in (x, step, into, out_of)]
-        steps = Steps(softplus=False, limits=(0.0, 1.0))
-        inputs, times, of_into, of_out_of = leaves
-        expected = state_space.by_torch(
-            inputs, times, of_into, of_out_of, -decay, skip, None, steps=steps
-        )
+        others = -decay, skip, None, Steps(softplus=False, limits=(0.0, 1.0))
+        expected = state_space.by_torch(*leaves, *others)
         exact = [expected.detach(), *torch.autograd.grad(expected, leaves, grad.float())]
-        given = (x, step, -decay, into, out_of, skip)
-        made = [space_kernels.forward(*given), *space_kernels.backward(grad, *given)]
+        given = (x, step, into, out_of, *others)
+        made = [state_space.forward(*given), *state_space.backward(grad, *given)]
         results += [y for pair in zip(made, exact, strict=True) for y in pair]
     return results
 

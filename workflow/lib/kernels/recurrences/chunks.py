@@ -112,7 +112,10 @@ class Sizes:
 
 
 CHUNK = 64  # tokens, as in `triton_code.chunks`
-LEAST_COLUMNS = {2: 64, 4: 16}  # of a program, by the bytes of a value; see `delta_kernels.TILES`
+LEAST_COLUMNS = {
+    2: 64,
+    4: 16,
+}  # of a program, by a value's bytes; see `gated_delta_rule.TILES`
 
 
 def spaced(x: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""GPU kernels of the gated delta rule, in Triton; `delta_kernels` calls them and says what they
+"""GPU kernels of the gated delta rule, in Triton; `gated_delta_rule` calls them and says what they
 compute.
 
 A program has one chunk of one head, or goes through the chunks of some value columns of a head. Of

@@ -1,6 +1,6 @@
 # mypy: ignore-errors
-"""GPU kernels of the selective state space of Mamba 2, in Triton; `space_kernels` calls them and
-says what they compute.
+"""GPU kernels of the selective state space of Mamba 2, in Triton; `recurrences` has what they
+compute.
 
 Of a chunk of a head, with inputs X, steps d, B and C of the head's group, sums s of the log decays
 a d, and the state H before the chunk, which is the S of `state_space` transposed:
