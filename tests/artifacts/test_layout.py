@@ -44,8 +44,8 @@ from workflow.lib.settings.config import (
     Section,
     load_config,
 )
-from workflow.lib.settings.effects import Stage
 from workflow.lib.settings.overrides import merge
+from workflow.lib.settings.section_base import Stage
 
 ROOT = Path(__file__).resolve().parents[2]
 STAGES = [stage for stage in get_args(Stage) if stage != "render_report"]

@@ -11,9 +11,9 @@ from workflow.lib.kernels.loss.fused_logits import (
     IGNORED,
     FusedLogits,
     LogitForm,
+    aligned,
     usable,
 )
-from workflow.lib.kernels.loss.head_matmul import aligned
 from workflow.lib.model.loss.chunked_loss import LinearCrossEntropy, OutputHead
 from workflow.lib.model.loss.vocabulary_slices import CHUNK_ROWS
 

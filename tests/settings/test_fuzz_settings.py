@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from workflow.lib.artifacts import layout
 from workflow.lib.artifacts.local_inputs import check_local_paths
 from workflow.lib.settings.config import Config, load_config
-from workflow.lib.settings.effects import Stage
+from workflow.lib.settings.section_base import Stage
 from workflow.lib.system.errors import UserError, as_yaml
 
 DOCUMENT = Config().model_dump(mode="json") | {

@@ -13,13 +13,16 @@ from workflow.lib.kernels.eight_bits.matmul import StoredStack, decode_columns, 
 from workflow.lib.kernels.eight_bits.rounding import FLOAT8
 from workflow.lib.kernels.experts.gates import gated, gated_backward_
 from workflow.lib.kernels.experts.grouped_matmul import (
+    Routing,
+    Rows,
+    Update,
+    Weights,
     bias_products,
     route,
     row_tiles,
     rows_matmul,
     weights_matmul,
 )
-from workflow.lib.kernels.experts.routing import Routing, Rows, Update, Weights
 from workflow.lib.kernels.rows.gating import ACTIVATIONS
 from workflow.lib.model.experts.expert_matmul import column_weights, operand, row_weights
 from workflow.lib.model.experts.fused_experts import Gate

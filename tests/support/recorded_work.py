@@ -27,7 +27,7 @@ from workflow.benchmark.cases import model_config
 from workflow.lib.kernels.attention.attention_choice import FLEX
 from workflow.lib.model.architecture.shipped_shapes import known_config, known_shape
 from workflow.lib.planning.model_sizes import offload_window
-from workflow.lib.planning.timing.gpu_traffic import fabric_of
+from workflow.lib.planning.timing.machine_speed import fabric_of
 from workflow.lib.planning.timing.rates import Rates, rates_of
 from workflow.lib.planning.timing.step_time import Clock, Parts, Spread
 from workflow.lib.planning.work import Work

@@ -11,8 +11,7 @@ from workflow.lib.data.encoding.keys_read import KeyAudit
 from workflow.lib.data.encoding.sample_encoder import Encoded
 from workflow.lib.data.reading.row_chunks import Row
 from workflow.lib.data.tokens.corpus import Corpus
-from workflow.lib.data.tokens.corpus_documents import Documents
-from workflow.lib.data.tokens.encoded_shards import Shard, encode_rows, read_facts
+from workflow.lib.data.tokens.encoded_shards import Documents, Shard, encode_rows, read_facts
 from workflow.lib.data.tokens.overlong import Begun
 from workflow.lib.data.tokens.repetition.exchanges import Pieces
 from workflow.lib.data.tokens.splits import Split, whole_corpus

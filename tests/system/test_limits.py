@@ -8,7 +8,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 from tokenizers import Tokenizer, models, normalizers
 
-from workflow.lib.data.encoding import text_encoding
+from workflow.lib.data.encoding import safe_encoder
 from workflow.lib.data.tokens.process_pool import map_in_order
 from workflow.lib.system import limits
 from workflow.lib.system.errors import UserError
@@ -108,8 +108,8 @@ def test_text_that_a_tokenizer_multiplies_is_ended_at_its_memory(tmp_path, monke
     tokenizer = Tokenizer(models.WordLevel({"e": 0}, unk_token="e"))
     longer = [normalizers.Replace("e", "e" * 30) for _ in range(8)]
     tokenizer.normalizer = normalizers.Sequence(longer)
-    monkeypatch.setattr(text_encoding, "MIN_BYTES", 2**26)
-    process = WatchedProcess(tmp_path, lambda begun: text_encoding.encoding(tokenizer, "e"))
+    monkeypatch.setattr(safe_encoder, "MIN_BYTES", 2**26)
+    process = WatchedProcess(tmp_path, lambda begun: safe_encoder.encoding(tokenizer, "e"))
     code, error = process.end()
     assert code == -signal.SIGKILL
     assert error.startswith("model.source: its tokenizer takes more than 64 MiB of memory for one")

@@ -19,7 +19,7 @@ from workflow.lib.checkpoints.adapter import Adapter
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.tokenizer import load_tokenizer, num_usable_tokens
 from workflow.lib.data.reading.sources import resolve_splits
-from workflow.lib.data.tokens.encodings import find_encodings
+from workflow.lib.data.tokens.corpus import find_encodings
 from workflow.lib.data.tokens.token_store import MANIFEST, TokenStore, recorded_arrays
 from workflow.lib.distributed.heartbeat import FIRST_PASS_S
 from workflow.lib.distributed.work_sharing import (

@@ -25,12 +25,11 @@ from workflow.lib.data.tokens.corpus import (
     Encoding,
     check_rejected_share,
     encode_corpus,
+    find_encodings,
     list_rows,
     open_corpora,
 )
-from workflow.lib.data.tokens.corpus_documents import Documents
-from workflow.lib.data.tokens.encoded_shards import SHARD_VERSION
-from workflow.lib.data.tokens.encodings import find_encodings
+from workflow.lib.data.tokens.encoded_shards import SHARD_VERSION, Documents
 from workflow.lib.data.tokens.heldout_drops import (
     check_heldout_left,
     drop_documents,

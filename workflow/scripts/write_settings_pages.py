@@ -15,9 +15,9 @@ import yaml
 from pydantic import BaseModel
 
 from workflow.lib.settings.config import Config, RunConfig, Section
-from workflow.lib.settings.effects import Stage
 from workflow.lib.settings.errors_in_words import is_section
 from workflow.lib.settings.rounds import MOST_ROUNDS
+from workflow.lib.settings.section_base import Stage
 from workflow.lib.system.files import write_text
 from workflow.lib.system.gpu_models import MODELS, OTHER_EXAMPLE
 

@@ -6,8 +6,12 @@ from torch import nn
 
 from tests.support.models import VOCAB, adapted
 from workflow.lib.kernels.attention.packed import document_bounds
-from workflow.lib.kernels.loss.fused_logits import IGNORED
-from workflow.lib.kernels.loss.head_matmul import frozen_logits, head_matmul, with_aligned_rows
+from workflow.lib.kernels.loss.fused_logits import (
+    IGNORED,
+    frozen_logits,
+    head_matmul,
+    with_aligned_rows,
+)
 from workflow.lib.model.loss import chunked_loss
 from workflow.lib.model.loss.chunked_loss import LinearCrossEntropy, OutputHead
 from workflow.lib.model.loss.vocabulary_slices import CHUNK_ROWS, GRADIENT_ROWS

@@ -2,8 +2,8 @@
 
 A shared artifact's folder carries a key: the short hash of everything that it depends on, so two
 runs with equal data settings share one tokenization. A stage receives exactly the settings that it
-reads (`settings.effects`): those that its result depends on in a file that is an input of its rule,
-and the others in a file that is none."""
+reads (`Affects`): those that its result depends on in a file that is an input of its rule, and the
+others in a file that is none."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -13,11 +13,11 @@ from workflow.lib.checkpoints.files.model_files import ADAPTER, ADAPTER_WEIGHTS
 from workflow.lib.data.reading.sources import resolve_splits
 from workflow.lib.data.tokens.token_store import ARRAYS, MANIFEST
 from workflow.lib.settings.config import ReportConfig, RunConfig, Section, is_hub_id
-from workflow.lib.settings.effects import Affects
 from workflow.lib.settings.evaluate import LLAMA_CPP_RELEASE
 from workflow.lib.settings.forms import EXPORTS
 from workflow.lib.settings.objectives import PAIRED, needs_of
 from workflow.lib.settings.rounds import MOST_ROUNDS
+from workflow.lib.settings.section_base import Affects
 from workflow.lib.system.files import short_hash
 
 RESULTS = PurePosixPath("results")

@@ -20,11 +20,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from workflow.lib.distributed.world import vocabulary_mesh
-from workflow.lib.kernels.loss.fused_logits import ELSEWHERE, IGNORED, FusedLogits
-from workflow.lib.kernels.loss.head_matmul import head_matmul
+from workflow.lib.kernels.loss.fused_logits import ELSEWHERE, IGNORED, FusedLogits, head_matmul
 from workflow.lib.model.host_embedding import look_up_elsewhere_, other_tables
-from workflow.lib.model.loss.chunked_loss import LinearCrossEntropy, OutputHead, TrainedHead
-from workflow.lib.model.loss.outcomes import Outcomes, over_slices
+from workflow.lib.model.loss.chunked_loss import (
+    LinearCrossEntropy,
+    Outcomes,
+    OutputHead,
+    TrainedHead,
+    over_slices,
+)
 from workflow.lib.model.loss.vocabulary_slices import chunk_rows, exchanged_rows
 from workflow.lib.model.nf4_model import local, local_range
 from workflow.lib.model.trained_modules import ROWS

@@ -6,9 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Discriminator, Field, JsonValue, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from workflow.lib.settings.effects import Affects
 from workflow.lib.settings.errors_in_words import ARGUMENT
-from workflow.lib.settings.section_base import Name, Section, Share, label
+from workflow.lib.settings.section_base import Affects, Name, Section, Share, label
 
 Format = Literal["messages", "prompt_completion", "alpaca", "tokens", "text", "pairs", "ranked"]
 FileType = Literal[

@@ -4,10 +4,9 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from workflow.lib.settings.effects import Affects
 from workflow.lib.settings.errors_in_words import HUB_REPO
 from workflow.lib.settings.forms import EXPORTS, REFERENCES, HubForm, Served, SubjectName
-from workflow.lib.settings.section_base import Section
+from workflow.lib.settings.section_base import Affects, Section
 
 HELDOUT_LOSS, OTHER_TEXT_LOSS = "heldout_loss", "other_text_loss"
 # Of held-out pairs or rated answers: the required number is the value, no gain over a model.

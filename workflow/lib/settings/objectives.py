@@ -5,8 +5,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
-from workflow.lib.settings.effects import Affects
-from workflow.lib.settings.section_base import Section
+from workflow.lib.settings.section_base import Affects, Section
 
 ObjectiveName = Literal["sft", "dpo", "ipo", "simpo", "orpo", "kto", "distill", "grpo"]
 Examples = Literal["texts", "pairs", "rated", "groups"]

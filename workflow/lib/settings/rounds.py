@@ -5,9 +5,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, JsonValue, model_validator
 
-from workflow.lib.settings.effects import Affects
 from workflow.lib.settings.overrides import merge
-from workflow.lib.settings.section_base import Name, Section
+from workflow.lib.settings.section_base import Affects, Name, Section
 from workflow.lib.system.errors import setting_error
 
 MOST_ROUNDS = 1000

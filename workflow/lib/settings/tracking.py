@@ -4,8 +4,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from workflow.lib.settings.effects import Affects
-from workflow.lib.settings.section_base import Section
+from workflow.lib.settings.section_base import Affects, Section
 
 Project = Annotated[str, Field(min_length=1, max_length=128)]
 

@@ -6,10 +6,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from workflow.lib.settings.effects import Affects
 from workflow.lib.settings.objectives import ObjectiveName
 from workflow.lib.settings.optimizer_kinds import OptimizerName
-from workflow.lib.settings.section_base import Name, Section, Share, label
+from workflow.lib.settings.section_base import Affects, Name, Section, Share, label
 
 Rank = Annotated[int, Field(ge=1, le=1024)]
 CALIBRATING = ("calibrated", "auto")

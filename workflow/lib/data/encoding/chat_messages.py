@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from workflow.lib.data.encoding.call_results import RESULT_ID, with_ordered_results
 from workflow.lib.data.encoding.keys_read import (
     CALLS,
     FLAGS,
@@ -46,7 +45,7 @@ from workflow.lib.data.encoding.row_values import (
     text_of,
     without_nulls,
 )
-from workflow.lib.data.encoding.tool_calls import Tool, read_calls
+from workflow.lib.data.encoding.tool_calls import RESULT_ID, Tool, read_calls, with_ordered_results
 from workflow.lib.data.reading.row_chunks import Values
 
 CALL_ROLES = {"function_call", "tool_call"}  # of messages whose content is a call

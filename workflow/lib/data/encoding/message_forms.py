@@ -8,9 +8,9 @@ import re
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from workflow.lib.data.encoding.call_results import NAMESPACE, RESULT_ID
 from workflow.lib.data.encoding.keys_read import KeyAudit
 from workflow.lib.data.encoding.row_values import EMPTY, RowError, kind
+from workflow.lib.data.encoding.tool_calls import NAMESPACE, RESULT_ID
 
 # A message for the template: `role`, `content`, perhaps `tool_calls`, and any other keys.
 Message = dict[str, Any]

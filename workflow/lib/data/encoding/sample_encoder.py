@@ -22,8 +22,7 @@ from workflow.lib.data.encoding.probe_conversations import OFFERING_PROBE, PROBE
 from workflow.lib.data.encoding.rendered_texts import Turn, TurnText
 from workflow.lib.data.encoding.row_formats import Sample, Weighted
 from workflow.lib.data.encoding.row_values import RowError
-from workflow.lib.data.encoding.safe_encoder import SafeEncoder, TextTokens
-from workflow.lib.data.encoding.text_encoding import Ids, encoding
+from workflow.lib.data.encoding.safe_encoder import Ids, SafeEncoder, TextTokens, encoding
 from workflow.lib.data.encoding.token_rows import TokenRow
 from workflow.lib.data.encoding.trained_turns import LossOn, Rendered, TurnRenderer
 from workflow.lib.settings.data import TextKind

@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from workflow.lib.data.encoding.preference_rows import prompt_of
-from workflow.lib.data.tokens.corpus_documents import Documents
-from workflow.lib.data.tokens.encoded_shards import TABLE, Shard, digest, save_array
+from workflow.lib.data.tokens.encoded_shards import TABLE, Documents, Shard, digest, save_array
 from workflow.lib.data.tokens.splits import Split
 from workflow.lib.system.errors import UserError
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from workflow.lib.data.tokens.corpus import Corpus
-from workflow.lib.data.tokens.corpus_documents import Documents
+from workflow.lib.data.tokens.encoded_shards import Documents
 from workflow.lib.data.tokens.token_store import Document
 from workflow.lib.settings.objectives import Examples
 from workflow.lib.system.errors import UserError

@@ -15,8 +15,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from workflow.lib.data.tokens.corpus_documents import Documents
-from workflow.lib.data.tokens.encoded_shards import Shard
+from workflow.lib.data.tokens.encoded_shards import Documents, Shard
 from workflow.lib.data.tokens.packing import Packing, one_per_row, pack
 from workflow.lib.data.tokens.splits import Split
 from workflow.lib.data.tokens.token_store import ARRAYS, DESIRABLE, OPTIONAL_ARRAYS, WEIGHTS, Array

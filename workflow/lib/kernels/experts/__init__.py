@@ -1,2 +1,2 @@
-"""Grouped matmuls of a mixture: each row with the weights of its expert. Begin with `routing`, then
+"""Grouped matmuls of a mixture: each row with the weights of its expert. Begin with `Routing` in
 `grouped_matmul`."""

@@ -23,8 +23,15 @@ from workflow.lib.kernels.eight_bits.matmul import (
     rows_in_float8,
 )
 from workflow.lib.kernels.eight_bits.rounding import FLOAT8, rounded
-from workflow.lib.kernels.experts.grouped_matmul import ROW_UNIT, rows_matmul, weights_matmul
-from workflow.lib.kernels.experts.routing import Routing, Rows, Update, Weights
+from workflow.lib.kernels.experts.grouped_matmul import (
+    ROW_UNIT,
+    Routing,
+    Rows,
+    Update,
+    Weights,
+    rows_matmul,
+    weights_matmul,
+)
 from workflow.lib.model.layers.frozen_stack import FrozenStack
 from workflow.lib.model.layers.lora_linear import FusedLoraLinear
 from workflow.lib.system.device_types import GPUS

@@ -24,8 +24,13 @@ from workflow.lib.kernels.experts.gates import (
     gated_backward_,
     gradients_by_torch_,
 )
-from workflow.lib.kernels.experts.grouped_matmul import bias_products, route, sum_by_token
-from workflow.lib.kernels.experts.routing import Routing, Rows
+from workflow.lib.kernels.experts.grouped_matmul import (
+    Routing,
+    Rows,
+    bias_products,
+    route,
+    sum_by_token,
+)
 from workflow.lib.kernels.rows.gating import ACTIVATIONS
 from workflow.lib.model.experts.expert_matmul import (
     FusedLoraStack,

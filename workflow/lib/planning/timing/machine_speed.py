@@ -5,9 +5,8 @@ from typing import Any
 
 from workflow.lib.planning.machine import Machine
 from workflow.lib.planning.probes import COMMAND
-from workflow.lib.planning.timing.gpu_traffic import fabric_of
 from workflow.lib.planning.timing.rates import BFLOAT16_SPEEDUP, CPU, CpuRates, rates_of
-from workflow.lib.planning.timing.step_time import Clock, Parts, Spread, cpu_seconds
+from workflow.lib.planning.timing.step_time import Clock, Parts, Spread, cpu_seconds, fabric_of
 from workflow.lib.planning.work import Work
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.gpu_models import BY_NAME, model_named

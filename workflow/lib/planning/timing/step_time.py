@@ -6,6 +6,7 @@ Three things run beside the computation, and count only for their excess: Python
 kernels outside of graphs; traffic between GPUs; copies to the host and back. On PCIe the last two
 share the slot. Units: FLOP, bytes, seconds."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -14,12 +15,48 @@ from typing import Any
 
 from workflow.lib.artifacts.preflight_record import Estimate
 from workflow.lib.planning import work as kinds
-from workflow.lib.planning.timing.gpu_traffic import Fabric, ring_seconds
 from workflow.lib.planning.timing.rates import UNSURE, CpuRates, Rates
 from workflow.lib.planning.work import BESIDE, NOTHING, UPDATE, Amount, Work
 from workflow.lib.settings.optimizer_kinds import OPTIMIZERS
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.gpu_models import PCIE_4, PCIE_5, GpuModel
+
+LOCAL_HOP_S = 2e-6  # a ring's hop within a node, and between nodes; assumed
+REMOTE_HOP_S = 10e-6
+NETWORK_PER_GPU = 50e9  # one 400 Gb/s port for each GPU; assumed where a run takes several nodes
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """Links of GPUs: bytes/s in one direction, of a GPU within a node and of a node outside."""
+
+    name: str
+    gpus_per_node: int
+    local: float
+    network: float
+    attained: float = 0.8  # share of these figures that a large collective reaches; assumed
+
+
+def fabric_of(gpu: GpuModel, *, gpus_per_node: int) -> Fabric:
+    """Return the usual links of such GPUs: their own, or PCIe through the host."""
+    network = NETWORK_PER_GPU * gpus_per_node
+    return Fabric(gpu.link.name, gpus_per_node, gpu.link.bandwidth, network, gpu.link.share)
+
+
+def ring_seconds(num_bytes: float, fabric: Fabric, *, processes: int, stride: int = 1) -> float:
+    """Seconds to gather (or reduce and scatter) `num_bytes` over `processes` GPUs, `stride` apart:
+    1 = neighbours, node after node; a group's size = one GPU of each group."""
+    if processes == 1:
+        return 0.0
+    local = max(1, min(processes, fabric.gpus_per_node // stride))
+    nodes = math.ceil(processes / local)
+    # rings that share a node's network
+    sharing = fabric.gpus_per_node // local if nodes > 1 else 1
+    inside = num_bytes * (processes - 1) / processes / fabric.local if local > 1 else 0.0
+    between = num_bytes * sharing * (nodes - 1) / nodes / fabric.network
+    hops = (processes - nodes) * LOCAL_HOP_S + (nodes if nodes > 1 else 0) * REMOTE_HOP_S
+    return max(inside, between) / fabric.attained + hops
+
 
 Parts = dict[str, float]
 _Sums = Mapping[tuple[str, bool], float]

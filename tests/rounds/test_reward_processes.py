@@ -2,7 +2,7 @@
 
 import pytest
 
-from workflow.lib.rounds.reward_functions import reward_of
+from workflow.lib.rounds.reward_processes import reward_of
 from workflow.lib.settings.rounds import RewardFunction
 from workflow.lib.system.errors import UserError
 
