@@ -110,7 +110,7 @@ def test_killed_while_it_starts_leaves_no_process(start, tmp_path, monkeypatch):
 def test_file_that_llama_cpp_cannot_read_is_told_in_its_words(tmp_path):
     pytest.importorskip("xllamacpp")
     (tmp_path / "x.gguf").write_bytes(b"GGUF")
-    start = LlamaCppStart(tmp_path / "x.gguf", None, 64, "export.gguf")
+    start = LlamaCppStart(tmp_path / "x.gguf", None, 64, setting="export.gguf")
     with (
         pytest.raises(UserError, match=r"(?s)^export\.gguf: llama\.cpp ended before .*x\.gguf"),
         running(LlamaCppServer, start),

@@ -39,11 +39,10 @@ from workflow.lib.planning.machine import check_place, requested_processes
 from workflow.lib.planning.preflight import cluster_request
 from workflow.lib.planning.preflight.checks import check_model
 from workflow.lib.recording.recording_process import plan_recorder
-from workflow.lib.settings.command_line import as_in_yaml, check_options, is_dry_run
+from workflow.lib.settings.yaml_files import as_in_yaml, check_options, check_yaml, is_dry_run
 from workflow.lib.settings.config import check_sources, ineffective_settings, load_config
 from workflow.lib.settings.forms import CONVERTED, EXPORTS, FORMS, TRAINED
 from workflow.lib.settings.overrides import overridden
-from workflow.lib.settings.yaml_files import check_yaml
 from workflow.lib.system import interrupts
 from workflow.lib.system.environment import SOURCES, use_this_interpreter
 from workflow.lib.system.errors import UserError

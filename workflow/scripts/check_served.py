@@ -149,7 +149,7 @@ def in_gguf(args: argparse.Namespace, served: ServedModel, questions: ServerQues
     files = read_record(args.gguf / "gguf.json", GgufChecks).files
     file = next(file for file in files if file.form == FORMS[served.name].gguf)
     adapter = args.gguf / file.adapter if file.adapter else None
-    start = LlamaCppStart(args.gguf / file.file, adapter, questions.longest, "export.serve")
+    start = LlamaCppStart(args.gguf / file.file, adapter, questions.longest)
     return Trial(LlamaCppServer, start, file.format, BOUNDS[file.format])
 
 

@@ -116,7 +116,7 @@ def checked(served: Served, probes: Sequence[Probe], *, tokens: Path) -> list[Gg
     questions = server_questions(served, tokens)
     results, prompts = {}, 0
     for name, path in served.files.items():
-        start = LlamaCppStart(path, served.adapter_file, questions.longest, "export.gguf")
+        start = LlamaCppStart(path, served.adapter_file, questions.longest, setting="export.gguf")
         with running(LlamaCppServer, start) as server:
             prompts = check_prompts(server, tokenizer, probes)
             results[name] = ask(

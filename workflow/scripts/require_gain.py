@@ -8,7 +8,7 @@ from pathlib import Path
 
 from workflow.lib.artifacts.evaluation_record import Requirements
 from workflow.lib.artifacts.records import Provenance
-from workflow.lib.report.sampled_answers import reward_gain
+from workflow.lib.report.run_results import reward_gain
 from workflow.lib.report.verdict import read_measured, refuse_unmet, verdicts
 from workflow.lib.system.files import write_checked_json
 from workflow.scripts.command import logger, run, stage_parser

@@ -47,9 +47,6 @@ class _Part:
         stop = self.start + 4 * math.ceil(self.num_bytes / 4)
         self.linear.get_parameter(self.name).data = buffer[self.start : stop].view(torch.float32)
 
-    def clear_(self, nothing: torch.Tensor) -> None:
-        self.linear.get_parameter(self.name).data = nothing
-
 
 class _PackedLayer:
     """The packed weights of one layer: this process's slice, and all of them while in use. on_host:
@@ -161,7 +158,7 @@ class _PackedLayer:
         self._wait()  # a running copy must not write to memory that others have got
         nothing = torch.empty(0, device=self._buffer.device)
         for part in self._parts:
-            part.clear_(nothing)
+            part.linear.get_parameter(part.name).data = nothing
         self._buffer = None
 
     def _wait(self) -> None:

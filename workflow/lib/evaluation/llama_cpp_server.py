@@ -4,15 +4,15 @@ of the token after a prompt, so each is a request."""
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from workflow.lib.evaluation.model_server import BASE, CURE, QUIET_S, ModelServer
+from workflow.lib.evaluation.model_server import BASE, ModelServer, Start
 from workflow.lib.settings.evaluate import GgufFormat
 from workflow.lib.system.environment import shipped_path
 from workflow.lib.system.errors import UserError
@@ -49,19 +49,14 @@ signal.pause()
 
 
 @dataclass(frozen=True)
-class LlamaCppStart:
+class LlamaCppStart(Start):
     """llama.cpp's start on a GGUF file, with or without an adapter's file."""
 
     model: Path
     adapter: Path | None
     max_tokens: int
-    setting: str
-    quiet_s: float = QUIET_S
-    cure: ClassVar[str] = CURE
-    environment: ClassVar[Mapping[str, str]] = {}
 
     def command(self, address: Path) -> list[str]:
-        """Return the command of a server that listens on the socket `address`."""
         if find_spec(PACKAGE) is None:
             raise UserError(
                 f"{self.setting}: the package {PACKAGE} is not installed, which is llama.cpp's "

@@ -16,8 +16,9 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.hardware import threads_of_job
@@ -34,18 +35,17 @@ CURE = "Set export.merged to true, which needs no adapter in the server, or expo
 OTHERS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")  # variables of this environment
 
 
-class Start(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class Start(ABC):
     """The start of a server. setting: that requires it; cure: what to set instead, if it refuses;
     quiet_s: bound of its silence, seconds."""
 
-    @property
-    def setting(self) -> str: ...
-    @property
-    def cure(self) -> str: ...
-    @property
-    def quiet_s(self) -> float: ...
-    @property
-    def environment(self) -> Mapping[str, str]: ...
+    setting: str = "export.serve"
+    cure: str = CURE
+    quiet_s: float = QUIET_S
+    environment: ClassVar[Mapping[str, str]] = {}
+
+    @abstractmethod
     def command(self, address: Path) -> list[str]:
         """Return the command of a server that listens on the socket `address`."""
 

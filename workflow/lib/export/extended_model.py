@@ -47,7 +47,8 @@ def write_copy(source: Checkpoint, folder: Path, settings: ModelConfig) -> range
         added = _write_with_tokens(source, folder, settings.add_tokens, config)
     else:
         added = range(0)
-        _link_weights(source, folder)
+        for path in {*source.files, *source.folder.glob(f"*{INDEX.removeprefix('model')}")}:
+            (folder / path.name).symlink_to(path.resolve())
         copy_companions(source.folder, folder)
         write_json(folder / CONFIG, config)
     if (source.folder / CARD).is_file():  # it names the licence
@@ -66,11 +67,6 @@ def _check_rotary(copy: Checkpoint, scaling: RopeScaling) -> None:
     }
     if scaling.rope_type not in used:
         raise not_scaled(scaling, "the model's layers use no rotary positions that it scales")
-
-
-def _link_weights(source: Checkpoint, folder: Path) -> None:
-    for path in {*source.files, *source.folder.glob(f"*{INDEX.removeprefix('model')}")}:
-        (folder / path.name).symlink_to(path.resolve())
 
 
 def _write_with_tokens(

@@ -57,15 +57,13 @@ def _pair(group: Group, settings: RewardsConfig) -> Chosen:
     return [(group.answers[best], 0.0), (group.answers[worst], 0.0)]
 
 
-def _with_advantages(group: Group, settings: RewardsConfig) -> Chosen:
-    return list(zip(group.answers, group.advantages(settings), strict=True))
-
-
 # The answers of a group that are trained, with their advantages, by the examples of the objective.
 CHOICES: Mapping[Examples, Callable[[Group, RewardsConfig], Chosen]] = {
     "texts": lambda group, settings: _pair(group, settings)[:1],
     "pairs": _pair,
-    "groups": _with_advantages,
+    "groups": lambda group, settings: list(
+        zip(group.answers, group.advantages(settings), strict=True)
+    ),
 }
 
 

@@ -107,16 +107,13 @@ def expanded(document: Mapping[str, Any]) -> dict[str, Any]:
         return dict(document)
     every: dict[Any, Any] = {}
     for name, override in runs.items():
-        own = _rounds(str(name), override) if _has_rounds(override) else {name: override}
+        has_rounds = isinstance(override, Mapping) and "rounds" in override
+        own = _rounds(str(name), override) if has_rounds else {name: override}
         for taken in own.keys() & (every.keys() | (runs.keys() - {name})):
             bound = f"it makes a run {taken}, and another run has this name"
             raise setting_error(f"runs.{name}.rounds", override["rounds"], bound, "Rename one")
         every |= own
     return {**document, "runs": every}
-
-
-def _has_rounds(override: Any) -> bool:
-    return isinstance(override, Mapping) and "rounds" in override
 
 
 def _rounds(name: str, override: Mapping[str, Any]) -> dict[str, Any]:

@@ -64,10 +64,6 @@ def _beside_lora(run: Run, _: ServedModel | None) -> str | None:
     return ", ".join(f"{name} = {value}" for name, value in settings.items() if value) or None
 
 
-def _adapted_expert(_: Run, model: ServedModel | None) -> str | None:
-    return None if model is None else model.adapted_expert
-
-
 def _mixture_on_cpu(_: Run, model: ServedModel | None) -> str | None:
     return model.architecture if model and model.has_experts and model.vllm_on_cpu else None
 
@@ -111,7 +107,12 @@ LIMITS = (
         "Set model.compute_dtype to bfloat16, or export.serve to none",
     ),
     Limit("gguf", True, "a GGUF adapter has pairs of matrices alone", _beside_lora),
-    Limit("gguf", True, "its converter takes no adapter on experts", _adapted_expert),
+    Limit(
+        "gguf",
+        True,
+        "its converter takes no adapter on experts",
+        lambda _, model: model.adapted_expert if model else None,
+    ),
 )
 CURES = {
     "vllm": "Set export.merged to true and evaluate.served to auto, change it, or set export.serve "

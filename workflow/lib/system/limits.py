@@ -258,7 +258,8 @@ class _Watcher:
 
     def _excess(self, pid: int, number: int, seconds: float, num_bytes: int) -> str | None:
         start = self._starts.get(pid)
-        processor_s, resident_bytes = _processor_s(pid), _resident_bytes(pid)
+        processor_s = time.clock_gettime((~pid << 3) | 2)  # clock_getcpuclockid(3)
+        resident_bytes = _resident_bytes(pid)
         if start is None or start.number != number:
             now = time.monotonic()
             self._starts[pid] = _Start(pid, number, now, processor_s, resident_bytes)
@@ -282,10 +283,6 @@ class _Watcher:
         else:
             slot.write(pid, number + 1, text=text.encode(), ended=True)
         os.kill(pid, signal.SIGKILL)
-
-
-def _processor_s(pid: int) -> float:
-    return time.clock_gettime((~pid << 3) | 2)  # clock_getcpuclockid(3)
 
 
 def _resident_bytes(pid: int) -> int:

@@ -320,12 +320,11 @@ class KeyAudit:
     def report(self) -> tuple[list[str], dict[str, int]]:
         """Return the columns that were read, and unread keys with counts, since the last call."""
         counted, self._counts = self._counts, {}
-        counts = {_label(*schema_and_key): count for schema_and_key, count in counted.items()}
+        counts = {
+            printable(key[:MAX_NAME_CHARS]) + (f" ({schema})" if schema else ""): count
+            for (schema, key), count in counted.items()
+        }
         return [c for c in self._columns if ("", c) not in counted], counts
-
-
-def _label(schema_name: str, key: str) -> str:
-    return printable(key[:MAX_NAME_CHARS]) + (f" ({schema_name})" if schema_name else "")
 
 
 def holds_text(value: Any) -> bool:

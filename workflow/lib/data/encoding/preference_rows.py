@@ -144,7 +144,7 @@ def _ranked(row: RowParts) -> tuple[Turns, Turns]:
     answers, scores = [], []
     for number, item in enumerate(items, 1):
         where, text = f"answer {number} of {what}", _first_key(item, ANSWER_KEYS)
-        item, _ = row.keys.check(_answer_schema(text, score), item, where)
+        item, _ = row.keys.check(KeySchema("answer", frozenset({text, score})), item, where)
         answers.append((item.get(text), where))
         scores.append(_number(item.get(score), f"{score} (data.columns.score) of {where}"))
     _check_no_tie(max(scores), min(scores))
@@ -156,11 +156,6 @@ def _ranked(row: RowParts) -> tuple[Turns, Turns]:
 
 def _first_key(item: Values, candidates: tuple[str, ...]) -> str:
     return next((key for key in candidates if item.get(key) is not None), candidates[0])
-
-
-@cache
-def _answer_schema(text: str, score: str) -> KeySchema:
-    return KeySchema("answer", frozenset({text, score}))
 
 
 READ_PAIR: dict[Format, Callable[[RowParts], tuple[Turns, Turns]]] = {

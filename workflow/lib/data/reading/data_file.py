@@ -9,7 +9,7 @@ reader knows no numbers of broken rows): columns of type JSON are decoded, a map
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,6 @@ from workflow.lib.data.reading.text_readers import (
     read_text,
     read_text_lines,
     read_text_paragraphs,
-    read_tsv,
 )
 from workflow.lib.settings.data import FileType
 from workflow.lib.system.errors import setting_error
@@ -222,7 +221,7 @@ READERS: dict[FileType, Callable[..., Iterator[Chunk]]] = {
     "jsonl": read_jsonl,
     "json": read_json,
     "csv": read_csv,
-    "tsv": read_tsv,
+    "tsv": partial(read_csv, delimiter="\t"),
     "parquet": read_parquet,
     "arrow": read_arrow,
     "text": read_text,

@@ -180,7 +180,11 @@ def _folder_files(folder: Path, path: str, setting: str) -> list[str]:
     if (folder / SAVED_STATE).is_file():
         return _saved_files(folder, path, setting)
     below = {str(entry.relative_to(folder)): entry for entry in folder.rglob("*")}
-    visible = {name: entry for name, entry in below.items() if not _is_hidden(name)}
+    visible = {
+        name: entry
+        for name, entry in below.items()
+        if not any(part.startswith((".", "_")) for part in Path(name).parts)
+    }
     for name, entry in visible.items():
         if type_by_name(Path(name)) or entry.is_dir():
             _check_link(entry, name, path, setting)
@@ -201,10 +205,6 @@ def _folder_files(folder: Path, path: str, setting: str) -> list[str]:
             setting, path, f"the folder holds files of several types ({', '.join(types)})", PICK
         )
     return names
-
-
-def _is_hidden(name: str) -> bool:
-    return any(part.startswith((".", "_")) for part in Path(name).parts)
 
 
 def _saved_files(folder: Path, path: str, setting: str) -> list[str]:

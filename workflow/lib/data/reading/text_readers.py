@@ -235,10 +235,6 @@ def _separator(head: bytes) -> str:
     return ";" if b";" in header and b"," not in header else ","
 
 
-def read_tsv(path: Path, *, rows_per_chunk: int) -> Iterator[Chunk]:
-    return read_csv(path, rows_per_chunk=rows_per_chunk, delimiter="\t")
-
-
 class _RecordLines:
     """The lines of a CSV file, with records bounded by the size of a row. Quoted fields may span
     any number of lines, so the consumer calls `begin_record` for each record."""

@@ -6,7 +6,7 @@ A function of the family's file is identified by its results on random values an
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import product
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -43,7 +43,7 @@ class Replacement(NamedTuple):
     parameters: tuple[str, ...]  # by name; it may have more
     compute: Callable[[Arguments], Any]
     """Takes a call's arguments by name, defaults included."""
-    tries: Callable[[], Iterator[Arguments]]
+    tries: Callable[[], Iterable[Arguments]]
     scaled: tuple[str, ...] = ()
     """Arguments of any magnitude: neither exponents nor keys, with which a state grows."""
     takes: Callable[[Arguments], bool] = lambda arguments: True
@@ -199,10 +199,6 @@ def _no_layer(arguments: Arguments) -> None:
     package's function would use the last linear's weight alone, whatever its adapter."""
 
 
-def _tried_layers() -> Iterator[Arguments]:
-    yield dict.fromkeys(WHOLE_LAYER)
-
-
 REPLACEMENTS = (
     Replacement(
         (*DELTA_RULE, "use_qk_l2norm_in_kernel"),
@@ -223,5 +219,5 @@ REPLACEMENTS = (
         CONVOLUTION,
         _is_frozen_convolution,
     ),
-    Replacement((*WHOLE_LAYER, "outproj_weight"), _no_layer, _tried_layers),
+    Replacement((*WHOLE_LAYER, "outproj_weight"), _no_layer, lambda: [dict.fromkeys(WHOLE_LAYER)]),
 )

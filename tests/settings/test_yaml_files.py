@@ -4,7 +4,7 @@ import pytest
 import yaml
 from snakemake.cli import parse_config
 
-from workflow.lib.settings.command_line import as_in_yaml, check_options, is_dry_run
+from workflow.lib.settings.yaml_files import as_in_yaml, check_options, is_dry_run
 from workflow.lib.system.errors import UserError
 
 
