@@ -20,9 +20,8 @@ from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.export.stock_models import load_base
 from workflow.lib.scores.scoring import Scorer, WholeModel, rows_of, scores_of
-from workflow.lib.scores.store import Scores
+from workflow.lib.scores.store import Scores, parts_of
 from workflow.lib.scores.streamed_model import StreamedModel, StreamedScorer
-from workflow.lib.scores.writer import parts_of
 from workflow.lib.training.batches import stored_batch
 
 CPU = torch.device("cpu")

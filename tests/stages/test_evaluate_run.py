@@ -18,7 +18,7 @@ from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.export.stock_models import load_base
 from workflow.lib.report.verdict import read_measured
 from workflow.lib.scores.scoring import WholeModel, rows_of
-from workflow.lib.scores.writer import ScoreWriter
+from workflow.lib.scores.store import ScoreWriter
 from workflow.lib.settings.config import EvaluateConfig
 from workflow.lib.system.files import read_json, write_checksums
 

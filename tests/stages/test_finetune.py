@@ -17,7 +17,7 @@ from workflow.lib.distributed.sharded_files import read_whole
 from workflow.lib.export.adapter_files import read_sharded_adapter, save_adapter
 from workflow.lib.export.stock_models import load_base
 from workflow.lib.scores.scoring import WholeModel, rows_of
-from workflow.lib.scores.writer import ScoreWriter
+from workflow.lib.scores.store import ScoreWriter
 from workflow.lib.settings.config import DistillConfig
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import read_checked_json

@@ -4,15 +4,18 @@ compiled on a GPU; each beside what `eight_bits.matmul` computes on a CPU."""
 import torch
 from bitsandbytes.functional import QuantState, quantize_4bit
 
-from workflow.lib.kernels.eight_bits import matmul, rounding
+from workflow.lib.kernels.eight_bits import matmul
 from workflow.lib.kernels.eight_bits.matmul import (
+    FLOAT8,
+    Rounded,
     RoundedWeight,
     decoded,
     eight_bit_matmul,
     round_weight,
+    rounded,
     row_scales,
+    unfilled,
 )
-from workflow.lib.kernels.eight_bits.rounding import FLOAT8, Rounded, rounded, unfilled
 from workflow.lib.kernels.nf4.decode import NF4Data
 
 # (out, in): less than a program has, and a last program that is not full; rows of 3 blocks
@@ -66,7 +69,7 @@ def weights_and_activations(*, device: str, interpreted: bool) -> Pairs:
         for factors in (None, torch.rand(shape[1]) + 0.5):
             pairs += _rounded_rows(rows, factors, dtype=dtype, device=device)
     pairs += _rounded_weights(dtype=dtype, device=device)
-    wide = activations(rounding.WHOLE_ROW + 5)  # more than a program has in registers
+    wide = activations(matmul.WHOLE_ROW + 5)  # more than a program has in registers
     pairs += _rounded_rows(wide, None, dtype=dtype, device=device)
     return [(one.cpu().to(other.dtype), other) for one, other in pairs]
 
@@ -98,7 +101,7 @@ def _rounded_rows(
     copy = rounded(rows, factors=factors)
     given = None if factors is None else factors.to(device)
     made = unfilled(rows.shape, torch.device(device), dtype=dtype)
-    rounding.round_rows.kernel(*made, rows.to(device), given)
+    matmul.round_rows.kernel(*made, rows.to(device), given)
     return [*zip(made, copy, strict=True)]
 
 

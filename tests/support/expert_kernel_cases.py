@@ -9,8 +9,7 @@ from functools import partial
 import torch
 
 from tests.support.stacks import packed_stack
-from workflow.lib.kernels.eight_bits.matmul import StoredStack, decode_columns, decode_rows
-from workflow.lib.kernels.eight_bits.rounding import FLOAT8
+from workflow.lib.kernels.eight_bits.matmul import FLOAT8, StoredStack, decode_columns, decode_rows
 from workflow.lib.kernels.experts.gates import gated, gated_backward_
 from workflow.lib.kernels.experts.grouped_matmul import (
     Routing,

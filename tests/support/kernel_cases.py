@@ -12,9 +12,14 @@ from workflow.lib.kernels.nf4 import decode
 from workflow.lib.kernels.nf4.decode import BlockStrides, NF4Data, dequantize_nf4
 from workflow.lib.kernels.rows import norm
 from workflow.lib.kernels.rows.dropout import Draw, drop, dropped
-from workflow.lib.kernels.rows.gating import Gating, act_and_mul, act_and_mul_backward_
+from workflow.lib.kernels.rows.gating import (
+    Gating,
+    LowRank,
+    act_and_mul,
+    act_and_mul_backward_,
+    add_low_rank_,
+)
 from workflow.lib.kernels.rows.lengths import lengthen_backward, lengthened_act_and_mul_backward_
-from workflow.lib.kernels.rows.low_rank import LowRank, add_low_rank_
 from workflow.lib.kernels.rows.rotary import rotate
 from workflow.lib.model.layers.adapter_dropout import row_keys
 from workflow.lib.model.layers.fused_norm import FusedNorm

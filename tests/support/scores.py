@@ -8,8 +8,7 @@ import numpy as np
 
 from workflow.lib.artifacts.records import Split
 from workflow.lib.data.tokens.token_store import ARRAYS, TokenStore
-from workflow.lib.scores import writer
-from workflow.lib.scores.store import SPLITS, Scores, trained_counts
+from workflow.lib.scores.store import SPLITS, Scores, ScoreWriter, trained_counts
 
 FACTS: dict[str, Any] = {
     "model": "a-teacher",
@@ -55,9 +54,7 @@ def written(
         split: made_up(int(trained_counts(tokens, split).sum()), top_k=top_k, seed=number)
         for number, split in enumerate(SPLITS)
     }
-    writing = writer.ScoreWriter(
-        folder, FACTS | {"top_k": top_k}, tokens, shard_tokens=SHARD_TOKENS
-    )
+    writing = ScoreWriter(folder, FACTS | {"top_k": top_k}, tokens, shard_tokens=SHARD_TOKENS)
     assert writing.prepare() == writing.parts
     starts = dict.fromkeys(SPLITS, 0)
     for part in writing.parts:

@@ -16,15 +16,16 @@ from workflow.lib.checkpoints.adapter import Adapter
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.distributed.work_sharing import check_recorded
 from workflow.lib.export.adapter_files import (
+    Trained,
     check_conversations,
     merged_model,
     read_sharded_adapter,
     replace_chat_template,
     write_generation_config,
     write_merged,
+    write_peft_folder,
 )
 from workflow.lib.export.parity import compare_logits
-from workflow.lib.export.peft_folder import Trained, write_peft_folder
 from workflow.lib.export.stock_models import load_adapter, load_base, load_options
 from workflow.lib.model.backends import choose_device
 from workflow.lib.settings.config import ExportConfig, RunConfig

@@ -11,8 +11,7 @@ from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.training_record import Summary
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.files.model_files import ADAPTER
-from workflow.lib.export.adapter_files import read_sharded_adapter
-from workflow.lib.export.peft_folder import Trained, write_peft_folder
+from workflow.lib.export.adapter_files import Trained, read_sharded_adapter, write_peft_folder
 from workflow.lib.settings.config import RunConfig
 from workflow.lib.system.artifact_files import read_artifact
 from workflow.lib.system.checksums import check_files, listed_files

@@ -37,9 +37,8 @@ from workflow.lib.scores.scoring import (
     check_top_k,
     rows_of,
 )
-from workflow.lib.scores.store import Scores
+from workflow.lib.scores.store import Part, Scores, ScoreWriter
 from workflow.lib.scores.streamed_model import StreamedModel, StreamedScorer
-from workflow.lib.scores.writer import Part, ScoreWriter
 from workflow.lib.settings.config import ModelConfig
 from workflow.lib.system.checksums import listed_files
 from workflow.lib.system.environment import is_worker

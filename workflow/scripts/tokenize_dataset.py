@@ -39,7 +39,6 @@ from workflow.lib.data.tokens.heldout_drops import (
     treated,
 )
 from workflow.lib.data.tokens.manifest_log import log_facts
-from workflow.lib.data.tokens.neighbours import with_neighbours
 from workflow.lib.data.tokens.process_pool import available_processes
 from workflow.lib.data.tokens.repetition.containment import find_contained
 from workflow.lib.data.tokens.repetition.exchanges import pieces_of
@@ -50,6 +49,7 @@ from workflow.lib.data.tokens.splits import (
     divide,
     weighted,
     whole_corpus,
+    with_neighbours,
 )
 from workflow.lib.data.tokens.token_store import MANIFEST
 from workflow.lib.data.tokens.token_writer import (

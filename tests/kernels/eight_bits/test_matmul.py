@@ -7,13 +7,14 @@ import torch
 from tests.support.adapted_layers import random
 from tests.support.models import nf4_linear
 from workflow.lib.kernels.eight_bits.matmul import (
+    LARGEST,
     RoundedWeight,
     check_shape,
     decoded,
     eight_bit_matmul,
+    rounded,
     row_scales,
 )
-from workflow.lib.kernels.eight_bits.rounding import LARGEST, rounded
 from workflow.lib.system.errors import UserError
 
 OUT, IN = 48, 192  # three blocks a row

@@ -6,8 +6,7 @@ import torch
 
 from tests.support.adapted_layers import SCALE, Layer, random
 from tests.support.models import nf4_linear
-from workflow.lib.kernels.eight_bits.matmul import decoded, row_scales
-from workflow.lib.kernels.eight_bits.rounding import rounded
+from workflow.lib.kernels.eight_bits.matmul import decoded, rounded, row_scales
 from workflow.lib.model.layers import frozen_linear as frozen_linear_module
 from workflow.lib.model.layers.frozen_linear import MatmulPrecision, frozen_linear
 from workflow.lib.model.layers.lora_matmul import nf4_lora_matmul, nf4_lora_matmuls

@@ -1,18 +1,22 @@
 """From the sharded adapter to PEFT's adapter, and optionally a merged model.
 
-The merged model is streamed by tensor. A server must prompt as in training, so both hold its
+PEFT's adapter is the folder that PEFT, Transformers and servers load: weights, configuration,
+tokenizer with its chat template, generation settings, checksums. The merged model is streamed by
+tensor. A server must prompt as in training, so both hold its
 tokenizer, chat template and end tokens, and `check_conversations` proves it."""
 
+import logging
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from workflow.lib.artifacts.manifest_record import ConversationFacts, Probe
+from workflow.lib.checkpoints.adapter import Adapter
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.decoded_reader import DecodedReader
 from workflow.lib.checkpoints.files.config_file import read_settings
@@ -27,16 +31,21 @@ from workflow.lib.checkpoints.tokenizer import (
 from workflow.lib.data.encoding.chat_template import with_fixed_date
 from workflow.lib.data.reading.hub_download import MANIFEST
 from workflow.lib.distributed.sharded_files import DamagedError, read_whole
-from workflow.lib.export.packed_stacks import merged_stacks, without_stacks
+from workflow.lib.export.packed_stacks import (
+    adapted_paths,
+    exported_config,
+    merged_stacks,
+    without_stacks,
+)
 from workflow.lib.kernels.nf4.decode import decoded
 from workflow.lib.model.architecture.adapter_targets import adapter_scale
 from workflow.lib.model.architecture.routers import CORRECTION
 from workflow.lib.model.trained_modules import ROWS_TENSOR, TRAINED_ROWS
 from workflow.lib.quantization.nf4_checkpoint import ShardWriter, copy_companions
-from workflow.lib.settings.config import ExportConfig, ModelConfig, is_hub_id
+from workflow.lib.settings.config import ExportConfig, ModelConfig, RunConfig, is_hub_id
 from workflow.lib.system.artifact_files import read_artifact
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.files import atomic_path, write_json, write_text
+from workflow.lib.system.files import atomic_path, write_checksums, write_json, write_text
 
 CHAT_TEMPLATE = "chat_template.jinja"
 GENERATION_CONFIG = "generation_config.json"
@@ -313,3 +322,54 @@ def write_merged(
     config.pop(TRAINED_ROWS, None)  # a training on it has its own
     write_json(folder / "config.json", config)
     return writer.total_bytes
+
+
+logger = logging.getLogger("workflow")
+
+
+class Trained(NamedTuple):
+    """An adapter in the names of the training, and its `adapter_config.json`."""
+
+    tensors: dict[str, torch.Tensor]
+    config: dict[str, Any]
+
+
+def write_peft_folder(
+    trained: Trained,
+    folder: Path,
+    config: RunConfig,
+    *,
+    model: Checkpoint,
+    base: Checkpoint,
+    facts: ConversationFacts,
+) -> Adapter:
+    """Write the adapter of `base` to `folder`. Raises `UserError` if its tokenizer does not write
+    conversations as trained."""
+    reference = base_reference(config.model, model.folder, export=config.export)
+    whole = Trained(trained.tensors, trained.config | reference)
+    save_exported(whole, folder, original=model, base=base)
+    save_tokenizer(model.folder, folder, facts=facts)
+    write_generation_config(model, folder, facts=facts)
+    check_conversations(folder, facts.probes)
+    write_checksums(folder)
+    return Adapter(folder)
+
+
+def save_exported(
+    adapter: Trained,
+    folder: Path,
+    *,
+    original: Checkpoint,
+    base: Checkpoint,
+) -> None:
+    """Write weights and configuration for stock PEFT."""
+    names = original.names.peft(adapted_paths(adapter.tensors))
+    with base.stored() as reader:
+        tensors = with_corrections(
+            adapter.tensors, adapter.config, model=original.model, base=reader
+        )
+        save_adapter(
+            {names.exported(name): tensor for name, tensor in tensors.items()},
+            exported_config(adapter.config, original.names, adapter.tensors),
+            folder,
+        )

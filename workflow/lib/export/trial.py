@@ -20,8 +20,7 @@ from workflow.lib.checkpoints.adapter import Adapter
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.decoder_layers import drop_other_parts_
 from workflow.lib.checkpoints.meta_model import auto_class, quiet_transformers, said_by
-from workflow.lib.export.adapter_files import merged_model
-from workflow.lib.export.peft_folder import Trained, save_exported
+from workflow.lib.export.adapter_files import Trained, merged_model, save_exported
 from workflow.lib.export.stock_models import load_adapter, load_base
 from workflow.lib.model.adaptable_linears import note_without_adapter_
 from workflow.lib.model.architecture.model_shape import ModelShape

@@ -5,7 +5,7 @@ and up(x), and recomputes the product: two wide tensors (T, f) less than one nod
 two nodes (`layers.split_autograd`) recomputation skips the product and `down`; a third one rescales
 `down` (DoRA). One linear may compute gate and up as halves of its output. On a GPU without DoRA,
 kernels add the adapters' parts where they read gate, up and the product's gradient
-(`kernels.rows.low_rank`)."""
+(`kernels.rows.gating`)."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -14,9 +14,14 @@ import torch
 from torch import nn
 
 from workflow.lib.kernels.rows.dropout import drop_
-from workflow.lib.kernels.rows.gating import Gating, act_and_mul, act_and_mul_backward_
+from workflow.lib.kernels.rows.gating import (
+    Gating,
+    LowRank,
+    act_and_mul,
+    act_and_mul_backward_,
+    no_part,
+)
 from workflow.lib.kernels.rows.lengths import lengthened_act_and_mul_backward_
-from workflow.lib.kernels.rows.low_rank import LowRank, no_part
 from workflow.lib.model.layers.dora import lengthened
 from workflow.lib.model.layers.fused_norm import keepable, restored
 from workflow.lib.model.layers.lora_linear import FusedLoraLinear

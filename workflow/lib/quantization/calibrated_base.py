@@ -27,7 +27,6 @@ from workflow.lib.checkpoints.expert_stacks import experts_modules
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.data.tokens.packing import text_lengths
 from workflow.lib.data.tokens.token_store import TokenStore, choose_documents
-from workflow.lib.quantization.calibrated_experts import LoadedStack, loaded_stacks
 from workflow.lib.quantization.calibration import (
     ABSMAX,
     CALIBRATED,
@@ -35,7 +34,9 @@ from workflow.lib.quantization.calibration import (
     ORIGINAL,
     Calibration,
     Hidden,
+    LoadedStack,
     QuantizedLayer,
+    loaded_stacks,
 )
 from workflow.lib.quantization.layer_stream import Batch, LayerCarry, LayerStream, carry_of
 from workflow.lib.quantization.nf4_checkpoint import (

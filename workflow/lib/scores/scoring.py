@@ -22,8 +22,7 @@ from workflow.lib.distributed.world import World
 from workflow.lib.kernels.attention.packed import FLATTENED
 from workflow.lib.model.layers.adapter_dropout import AdapterState
 from workflow.lib.model.prepared_decoder import PreparedDecoder
-from workflow.lib.scores.store import Scores
-from workflow.lib.scores.writer import Part
+from workflow.lib.scores.store import Part, Scores
 from workflow.lib.system.errors import UserError, setting_error
 
 CHUNK_TOKENS = 1024  # with logits in fp32 at a time: 0.5 GiB at a 128k vocabulary

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from workflow.lib.data.encoding.chat_template import Spans
 from workflow.lib.data.encoding.message_forms import Message
-from workflow.lib.data.encoding.rendered_texts import message_kind
 from workflow.lib.data.encoding.row_values import RowError
 from workflow.lib.data.encoding.safe_encoder import shared_length
+from workflow.lib.data.encoding.template_texts import message_kind
 
 WINDOW = 8  # messages of a window at first; it grows to twice as many
 # Roles around the gap of a window, so that templates take it as a conversation.

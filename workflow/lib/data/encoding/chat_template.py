@@ -1,7 +1,7 @@
 """Conversations to text through a chat template.
 
 The template is code of others: Transformers runs it in Jinja's immutable sandbox. A text that it
-leaves out would silently not be trained; `rendered_texts` looks for such texts."""
+leaves out would silently not be trained; `template_texts` looks for such texts."""
 
 import json
 import re

@@ -19,10 +19,10 @@ from transformers import PreTrainedTokenizerBase
 from workflow.lib.data.encoding.chat_messages import Conversation
 from workflow.lib.data.encoding.chat_template import ChatTemplate, Spans
 from workflow.lib.data.encoding.probe_conversations import OFFERING_PROBE, PROBE, PROBE_TEXT, PROBES
-from workflow.lib.data.encoding.rendered_texts import Turn, TurnText
 from workflow.lib.data.encoding.row_formats import Sample, Weighted
 from workflow.lib.data.encoding.row_values import RowError
 from workflow.lib.data.encoding.safe_encoder import Ids, SafeEncoder, TextTokens, encoding
+from workflow.lib.data.encoding.template_texts import Turn, TurnText
 from workflow.lib.data.encoding.token_rows import TokenRow
 from workflow.lib.data.encoding.trained_turns import LossOn, Rendered, TurnRenderer
 from workflow.lib.settings.data import TextKind

@@ -19,10 +19,14 @@ from workflow.lib.data.encoding.chat_messages import (
 from workflow.lib.data.encoding.chat_template import ChatTemplate, Spans
 from workflow.lib.data.encoding.message_forms import Message
 from workflow.lib.data.encoding.probe_conversations import NEXT_TURNS, PROBE
-from workflow.lib.data.encoding.rendered_texts import RenderedTexts, Turn, TurnText
 from workflow.lib.data.encoding.row_values import RowError, map_texts, texts_of
 from workflow.lib.data.encoding.safe_encoder import SafeEncoder
-from workflow.lib.data.encoding.template_texts import without_reasoning
+from workflow.lib.data.encoding.template_texts import (
+    RenderedTexts,
+    Turn,
+    TurnText,
+    without_reasoning,
+)
 from workflow.lib.data.encoding.turn_openings import OPENED, ReasoningClosedError, TurnOpenings
 from workflow.lib.settings.data import TextKind
 

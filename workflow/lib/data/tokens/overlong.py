@@ -1,7 +1,7 @@
 """Examples that do not fit into `seq_len`: cut, divided or dropped, as `data.overlong` says.
 
 A pair has to fit into one row, so the longer answer is cut first. A rated answer takes half a row
-at most: the other half is for the same prompt with the answer of another row (`neighbours`). A chat
+at most: the other half is for the same prompt with the answer of another row (`splits`). A chat
 is divided before questions; each part has the system text, and begins with a user's message, since
 a part of an answer without its prompt would teach a model to begin in the middle."""
 

@@ -1,2 +1,2 @@
-"""Matmuls of frozen weights in float8 (`matmul`) and rounding to it (`rounding`). Each row of
-either operand has a scale of its own."""
+"""Matmuls of frozen weights in float8, and rounding to it (`matmul`). Each row of either operand
+has a scale of its own."""

@@ -1,5 +1,5 @@
-"""GPU kernels that add matmuls of low rank to their inputs, in Triton; `low_rank` calls and
-describes them.
+"""GPU kernels that add matmuls of low rank to their inputs, in Triton; `gating` calls and describes
+them.
 
 A program has a tile of rows and columns. Offsets are int64, as in `elementwise`, and a program
 overwrites the tiles that it has read. Rows of gate and up begin `gate_distance` elements apart:

@@ -17,12 +17,13 @@ import torch
 from torch import nn
 
 from workflow.lib.kernels.eight_bits.matmul import (
+    FLOAT8,
     StoredStack,
     columns_in_float8,
+    rounded,
     row_scales,
     rows_in_float8,
 )
-from workflow.lib.kernels.eight_bits.rounding import FLOAT8, rounded
 from workflow.lib.kernels.experts.grouped_matmul import (
     ROW_UNIT,
     Routing,

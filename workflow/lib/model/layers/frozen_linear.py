@@ -20,14 +20,15 @@ import torch
 from torch import nn
 
 from workflow.lib.kernels.eight_bits.matmul import (
+    Rounded,
     RoundedWeight,
     Stored,
     decoded,
     eight_bit_matmul,
+    rounded,
     row_scales,
 )
-from workflow.lib.kernels.eight_bits.rounding import Rounded, rounded
-from workflow.lib.kernels.rows.low_rank import LowRank, add_low_rank_
+from workflow.lib.kernels.rows.gating import LowRank, add_low_rank_
 from workflow.lib.model.layers.weight_storage import WeightStorage
 
 

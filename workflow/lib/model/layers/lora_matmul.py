@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from workflow.lib.kernels.rows.dropout import Draw, drop, drop_, dropped
-from workflow.lib.kernels.rows.low_rank import LowRank, add_low_rank_, no_part
+from workflow.lib.kernels.rows.gating import LowRank, add_low_rank_, no_part
 from workflow.lib.model.layers.adapter_dropout import Casts
 from workflow.lib.model.layers.dora import lengthen_backward
 from workflow.lib.model.layers.frozen_linear import (

@@ -7,9 +7,9 @@ from torch import nn
 from tests.support.mixtures import tiny_mixture
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.expert_stacks import experts_modules
-from workflow.lib.quantization import calibrated_experts
-from workflow.lib.quantization.calibrated_experts import loaded_stacks, quantize_experts
+from workflow.lib.quantization import calibration
 from workflow.lib.quantization.calibrated_rounding import decode, error_feedback, round_calibrated
+from workflow.lib.quantization.calibration import loaded_stacks, quantize_experts
 from workflow.lib.quantization.layer_inputs import Counted, ExpertTokens, expert_tokens
 from workflow.lib.settings.config import QuantizeConfig
 
@@ -118,13 +118,13 @@ def test_tokens_go_through_an_expert_in_parts(tmp_path, monkeypatch):
 
 def test_no_more_than_one_expert_is_rounded_at_a_time(tmp_path, monkeypatch):
     experts, shapes = experts_of("qwen3_moe", tmp_path), set()
-    whole = calibrated_experts.codes_with_feedback
+    whole = calibration.codes_with_feedback
 
     def looked(weight, *others, **named):
         shapes.add(tuple(weight.shape))
         assert weight.untyped_storage().nbytes() == weight.nbytes
         return whole(weight, *others, **named)
 
-    monkeypatch.setattr(calibrated_experts, "codes_with_feedback", looked)
+    monkeypatch.setattr(calibration, "codes_with_feedback", looked)
     list(quantize_experts(experts, tokens_for(experts, count=200), PLAIN, path="e", paths=STACKS))
     assert shapes == {(96, 64), (64, 48)}
