@@ -21,6 +21,8 @@ POINTS_PER_CURVE = 2000  # more than the columns of a screen; keeps the page of 
 DASHES = ("solid", "dash", "dot", "dashdot")
 PATTERNS = ("", "/", "\\", "-")  # of `.hatch-<number>` in style.css too
 
+LEGEND = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0}
+
 CURVE_NUMBERS = "training-numbers"
 
 
@@ -205,7 +207,7 @@ def over_steps(lines: int, *, axis: str, from_zero: bool = False) -> dict[str, A
         "margin": {"l": 12, "r": 12, "t": 10, "b": 44},
         "hovermode": "x unified",
         "showlegend": lines > 1,
-        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
+        "legend": LEGEND,
         "xaxis": {"title": {"text": "optimizer step"}},
         "yaxis": {
             "title": {"text": axis},
@@ -262,25 +264,21 @@ def heldout_figure(runs: list[Run]) -> Figure | None:
         "intervals. Lower is better.",
         "comparison-numbers" if len(runs) > 1 else "verdict",
         [_interval_points(measured, name) for name in shown],
-        {
-            "height": 150 + len(measured) * _row_height(measured, least=34),
-            "margin": {"l": 12, "r": 16, "t": 10, "b": 44},
-            "hovermode": "closest",
-            "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
-            "xaxis": {"title": {"text": "nats per token"}},
-            "yaxis": _rows(len(measured)),
-        },
+        _over_runs(measured, "nats per token", around=150, least=34) | {"legend": LEGEND},
     )
 
 
-def _rows(count: int) -> dict[str, Any]:
-    """Return the axis of a figure with a row per run, the first on top."""
-    return {"automargin": True, "type": "category", "range": [count - 0.5, -0.5]}
-
-
-def _row_height(runs: list[Run], *, least: int) -> int:
-    """Return the pixels of a row with room for every line of the longest name."""
-    return max(least, *(18 * (1 + plotly_text(run.name).count("<br>")) for run in runs))
+def _over_runs(runs: list[Run], axis: str, *, around: int, least: int) -> dict[str, Any]:
+    """Return the layout of a figure with a row per run, the first on top, with room for every line
+    of the longest name. axis: title of the x axis. around, least: pixels beside rows and of one."""
+    row = max(least, *(18 * (1 + plotly_text(run.name).count("<br>")) for run in runs))
+    return {
+        "height": around + len(runs) * row,
+        "margin": {"l": 12, "r": 16, "t": 10, "b": 44},
+        "hovermode": "closest",
+        "xaxis": {"title": {"text": axis}},
+        "yaxis": {"automargin": True, "type": "category", "range": [len(runs) - 0.5, -0.5]},
+    }
 
 
 def _interval_points(runs: list[Run], subject: SubjectName) -> dict[str, Any]:
@@ -334,15 +332,9 @@ def memory_figure(runs: list[Run]) -> Figure:
             _mark(runs, "measured peak", measured, unit, symbol="diamond"),
             _mark(runs, "capacity", capacity, unit, symbol="line-ns-open"),
         ],
-        {
-            "barmode": "stack",
-            "height": 110 + len(runs) * _row_height(runs, least=48),
-            "margin": {"l": 12, "r": 16, "t": 10, "b": 44},
-            "hovermode": "closest",
-            "showlegend": False,
-            "xaxis": {"title": {"text": name}, "rangemode": "tozero"},
-            "yaxis": _rows(len(runs)),
-        },
+        _over_runs(runs, name, around=110, least=48)
+        | {"barmode": "stack", "showlegend": False}
+        | {"xaxis": {"title": {"text": name}, "rangemode": "tozero"}},
         tuple(Key(term, *_paint(index)) for index, term in enumerate(terms)),
     )
 

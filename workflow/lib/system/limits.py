@@ -14,7 +14,6 @@ import mmap
 import os
 import resource
 import signal
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +23,9 @@ from functools import cache
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NoReturn, Self
+
+import numpy as np
+import numpy.typing as npt
 
 from workflow.lib.system.environment import die_with_parent
 from workflow.lib.system.errors import UserError
@@ -41,54 +43,28 @@ MAX_PROCESSES = 4096  # of a pool, and the stage itself
 ENDING = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 ITEM_CHARS = 100  # of a text that a message names
 
-# A process's work: pid, number of the work (even: none), bounds of processor seconds and of bytes,
-# length of the text behind it; whether the text is the error that ended it.
-HEADER = struct.Struct("<IIdQHH")
-NUMBER, HEADER_NUMBER = struct.Struct("<I"), 4
-SLOT_BYTES = 2048
-
-
-class Slot:
-    """A process's entry in the shared memory."""
-
-    def __init__(self, memory: mmap.mmap, index: int) -> None:
-        self._memory, self._start = memory, index * SLOT_BYTES
-
-    def read(self) -> tuple[int, int, float, int, str, bool]:
-        pid, number, seconds, num_bytes, length, ended = HEADER.unpack_from(
-            self._memory, self._start
-        )
-        first = self._start + HEADER.size
-        text = self._memory[first : first + length].decode(errors="replace")
-        return pid, number, seconds, num_bytes, text, bool(ended)
-
-    def write_number(self, number: int) -> None:
-        NUMBER.pack_into(self._memory, self._start + HEADER_NUMBER, number)
-
-    def write(
-        self,
-        pid: int,
-        number: int,
-        seconds: float = 0.0,
-        num_bytes: int = 0,
-        text: bytes = b"",
-        *,
-        ended: bool = False,
-    ) -> None:
-        text = text[: SLOT_BYTES - HEADER.size]
-        first = self._start + HEADER.size
-        self._memory[first : first + len(text)] = text
-        HEADER.pack_into(
-            self._memory, self._start, pid, number, seconds, num_bytes, len(text), ended
-        )
+# A process's work: its number (even: none), the bounds of processor seconds and of bytes, and the
+# message and item of `WatchedWork`; of an ended one its error.
+SLOT = np.dtype(
+    [
+        ("pid", "<u4"),
+        ("number", "<u4"),
+        ("seconds", "<f8"),
+        ("num_bytes", "<u8"),
+        ("ended", "?"),
+        ("text", "S2023"),  # with it, an entry has 2,048 bytes
+    ]
+)
+Slots = npt.NDArray[np.void]
+"""The shared memory, by process."""
 
 
 @dataclass
 class _Process:
-    """This process's entry, and the number of its work."""
+    """This process's place in the shared memory, and the number of its work."""
 
-    memory: mmap.mmap
-    slot: Slot
+    slots: Slots
+    index: int
     pid: int
     number: int = 0
 
@@ -118,7 +94,7 @@ class WatchedWork:
             self._entry = entry
             entry.number += 1
             text = _encoded(self._message) + self._item.encode(errors="backslashreplace")
-            entry.slot.write(entry.pid, entry.number, *self._bounds, text)
+            entry.slots[entry.index] = (entry.pid, entry.number, *self._bounds, False, text)
         return self
 
     def __exit__(
@@ -129,7 +105,7 @@ class WatchedWork:
     ) -> None:
         if self._entry is not None:
             self._entry.number += 1
-            self._entry.slot.write_number(self._entry.number)
+            self._entry.slots["number"][self._entry.index] = self._entry.number
             self._entry = None
 
     def error(self, excess: str) -> UserError:
@@ -159,17 +135,18 @@ def bytes_excess(num_bytes: int) -> str:
 def watched(report: Callable[[str], None]) -> Iterator[None]:
     """Watch this process's work in the block, from its first instruction on. report: called in the
     watcher with the error, before it kills this process."""
-    memory, pid = mmap.mmap(-1, SLOT_BYTES * MAX_PROCESSES), os.getpid()
+    slots: Slots = np.frombuffer(mmap.mmap(-1, SLOT.itemsize * MAX_PROCESSES), SLOT)
+    pid = os.getpid()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     watches, tell = os.pipe()
     watcher = os.fork()
     if watcher == 0:
-        _watch(memory, pid, tell, report)
+        _watch(slots, pid, tell, report)
     os.close(tell)
     os.read(watches, 1)
     os.close(watches)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    _process[:] = [_Process(memory, Slot(memory, 0), pid)]
+    _process[:] = [_Process(slots, 0, pid)]
     try:
         yield
     finally:
@@ -181,29 +158,27 @@ def watched(report: Callable[[str], None]) -> Iterator[None]:
 def join_watch(index: int) -> None:
     """In process `index` (from 0) of a pool: have its work watched as the stage's."""
     if _process and index + 1 < MAX_PROCESSES:
-        memory = _process[0].memory
-        _process[:] = [_Process(memory, Slot(memory, index + 1), os.getpid())]
-        _process[0].slot.write(os.getpid(), 0)
+        slots, pid = _process[0].slots, os.getpid()
+        _process[:] = [_Process(slots, index + 1, pid)]
+        slots[index + 1] = (pid, 0, 0.0, 0, False, b"")
 
 
 def excess_of_pool() -> UserError | None:
     """Return the error for which the watcher ended a process of this process's pool."""
     entry = _own_entry()
-    for *_, text, ended in _entries(entry.memory, first=1) if entry else ():
+    for *_, ended, text in _entries(entry.slots, first=1) if entry else ():
         if ended:
             return UserError(text)
     return None
 
 
-def _entries(
-    memory: mmap.mmap, *, first: int
-) -> Iterator[tuple[Slot, int, int, float, int, str, bool]]:
+def _entries(slots: Slots, *, first: int) -> Iterator[tuple[int, int, int, float, int, bool, str]]:
+    """Yield the index and content of the entries from `first` on."""
     for index in range(first, MAX_PROCESSES):
-        slot = Slot(memory, index)
-        entry = slot.read()
-        if index and not entry[0]:
+        pid, *numbers, text = slots[index].item()
+        if index and not pid:
             return
-        yield slot, *entry
+        yield index, pid, *numbers, text.decode(errors="replace")
 
 
 @dataclass(frozen=True)
@@ -217,10 +192,10 @@ class _Start:
     resident_bytes: int
 
 
-def _watch(memory: mmap.mmap, stage: int, tell: int, report: Callable[[str], None]) -> NoReturn:
+def _watch(slots: Slots, stage: int, tell: int, report: Callable[[str], None]) -> NoReturn:
     try:
         die_with_parent(stage)
-        watcher = _Watcher(memory, stage, report)
+        watcher = _Watcher(slots, stage, report)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
         os.write(tell, b"\0")
         watcher.run()
@@ -231,8 +206,8 @@ def _watch(memory: mmap.mmap, stage: int, tell: int, report: Callable[[str], Non
 class _Watcher:
     """The watcher's process; it ends with the stage."""
 
-    def __init__(self, memory: mmap.mmap, stage: int, report: Callable[[str], None]) -> None:
-        self._memory, self._stage, self._report = memory, stage, report
+    def __init__(self, slots: Slots, stage: int, report: Callable[[str], None]) -> None:
+        self._slots, self._stage, self._report = slots, stage, report
         self._interrupted_s: float | None = None
         self._starts: dict[int, _Start] = {}
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
@@ -246,14 +221,14 @@ class _Watcher:
 
     def run(self) -> None:
         while os.getppid() == self._stage:
-            for slot, pid, number, seconds, num_bytes, text, _ in _entries(self._memory, first=0):
+            for index, pid, number, seconds, num_bytes, _, text in _entries(self._slots, first=0):
                 # a process may end meanwhile
                 with suppress(OSError):
                     if number % 2 and (excess := self._excess(pid, number, seconds, num_bytes)):
                         message, _, item = text.partition("\0")
-                        self._end(slot, pid, number, str(excess_error(message, item, excess)))
+                        self._end(index, pid, number, str(excess_error(message, item, excess)))
                     if number % 2 and self._ignores_interrupt(pid):
-                        self._end(slot, pid, number, INTERRUPTED)
+                        self._end(index, pid, number, INTERRUPTED)
             time.sleep(POLL_S)
 
     def _excess(self, pid: int, number: int, seconds: float, num_bytes: int) -> str | None:
@@ -277,11 +252,11 @@ class _Watcher:
         since_s = max(self._interrupted_s, self._starts[pid].seen_s)
         return time.monotonic() - since_s > INTERRUPT_S
 
-    def _end(self, slot: Slot, pid: int, number: int, text: str) -> None:
+    def _end(self, index: int, pid: int, number: int, text: str) -> None:
         if pid == self._stage:
             self._report(text)
         else:
-            slot.write(pid, number + 1, text=text.encode(), ended=True)
+            self._slots[index] = (pid, number + 1, 0.0, 0, True, text.encode())
         os.kill(pid, signal.SIGKILL)
 
 

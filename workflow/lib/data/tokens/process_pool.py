@@ -8,15 +8,14 @@ import gc
 import multiprocessing
 import os
 import signal
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from itertools import chain, islice
-from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from workflow.lib.system.environment import die_with_parent
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.hardware import shared_memory_fault
 from workflow.lib.system.limits import excess_of_pool, join_watch
@@ -66,7 +65,7 @@ def map_in_order(
         processes,
         mp_context=context,
         initializer=_prepare,
-        initargs=(prepare, context.Value("i", 0)),
+        initargs=(prepare, os.getpid(), context.Value("i", 0)),
     )
     waiting: deque[Future[Result]] = deque()
     # else every process' collector writes to, and so copies, the pages shared with this one
@@ -94,20 +93,15 @@ def map_in_order(
         gc.unfreeze()
 
 
-def _prepare(prepare: Callable[[], Callable[[Any], Any]], begun: "Synchronized[int]") -> None:
+def _prepare(
+    prepare: Callable[[], Callable[[Any], Any]], parent: int, begun: "Synchronized[int]"
+) -> None:
+    die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with begun.get_lock():
         join_watch(begun.value)
         begun.value += 1
-    threading.Thread(target=_end_with_parent, daemon=True).start()
     _work[:] = [prepare()]
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "only processes of the pool end with their parent"
-    wait([parent.sentinel])
-    os._exit(1)
 
 
 def _run(task: Any) -> Any:
