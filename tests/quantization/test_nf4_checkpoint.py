@@ -13,8 +13,7 @@ from tests.support.forked_stage import command_line
 from tests.support.mixtures import tiny_mixture
 from tests.support.models import VOCAB, quantized, tiny_llama
 from tests.support.tiny import tiny_tokenizer
-from workflow.lib.checkpoints.checkpoint import Checkpoint
-from workflow.lib.checkpoints.loading import check_loading
+from workflow.lib.checkpoints.checkpoint import Checkpoint, check_loading
 from workflow.lib.checkpoints.safetensors_reader import INDEX, CheckpointReader
 from workflow.lib.export.stock_models import load_base
 from workflow.lib.kernels.nf4.decode import decoded

@@ -13,8 +13,7 @@ from safetensors.torch import save_file
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tests.support.token_arrays import token_arrays
-from workflow.lib.checkpoints.checkpoint import Checkpoint
-from workflow.lib.checkpoints.loading import check_loading
+from workflow.lib.checkpoints.checkpoint import Checkpoint, check_loading
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.sharded_files import piece_of, write_sharded

@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 
 from workflow.lib.artifacts.records import Provenance, Sensitivities
-from workflow.lib.checkpoints.checkpoint import Checkpoint
-from workflow.lib.checkpoints.loading import check_loading
+from workflow.lib.checkpoints.checkpoint import Checkpoint, check_loading
 from workflow.lib.checkpoints.tokenizer import num_usable_tokens
 from workflow.lib.data.tokens.token_store import TokenStore, recorded_arrays
 from workflow.lib.evaluation.other_texts import OtherTexts

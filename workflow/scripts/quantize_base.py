@@ -17,8 +17,7 @@ from tqdm import tqdm
 from workflow.lib.artifacts.preflight_record import Preflight
 from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.records import CalibrationFacts, Provenance, Quantization
-from workflow.lib.checkpoints.checkpoint import Checkpoint
-from workflow.lib.checkpoints.loading import check_loading
+from workflow.lib.checkpoints.checkpoint import Checkpoint, check_loading
 from workflow.lib.checkpoints.meta_model import auto_class
 from workflow.lib.data.tokens.token_store import MANIFEST, TokenStore, recorded_arrays
 from workflow.lib.data.tokens.work_folder import BEGUN_WITH, begin_shards

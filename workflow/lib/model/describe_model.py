@@ -14,7 +14,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from workflow.lib.checkpoints.checkpoint import Checkpoint
+from workflow.lib.checkpoints.checkpoint import Checkpoint, check_loading, first_weight
 from workflow.lib.checkpoints.converted_reader import ModuleNames
 from workflow.lib.checkpoints.decoder_layers import decoder_layers, drop_other_parts_
 from workflow.lib.checkpoints.files.attention_needs import attention_dropout
@@ -30,7 +30,6 @@ from workflow.lib.checkpoints.files.safetensors_headers import (
     read_headers,
     zeros_at_end,
 )
-from workflow.lib.checkpoints.loading import check_loading, first_weight
 from workflow.lib.checkpoints.meta_model import (
     build_config_on_meta,
     is_built,
