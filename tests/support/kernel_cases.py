@@ -18,8 +18,9 @@ from workflow.lib.kernels.rows.gating import (
     act_and_mul,
     act_and_mul_backward_,
     add_low_rank_,
+    lengthen_backward,
+    lengthened_act_and_mul_backward_,
 )
-from workflow.lib.kernels.rows.lengths import lengthen_backward, lengthened_act_and_mul_backward_
 from workflow.lib.kernels.rows.rotary import rotate
 from workflow.lib.model.layers.adapter_dropout import row_keys
 from workflow.lib.model.layers.fused_norm import FusedNorm

@@ -249,7 +249,7 @@ def planned_run(
 def context_by(scaling: RopeScaling, config: Mapping[str, Any]) -> int:
     """Return the context in tokens of a model with this config.json, with scaled positions."""
     with importing():
-        from workflow.lib.export.scaled_positions import scaled_context
+        from workflow.lib.export.extended_model import scaled_context
 
     return scaled_context(config, scaling)
 

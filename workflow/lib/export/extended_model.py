@@ -8,21 +8,20 @@ new tokens, weights are symbolic links to the files of the model."""
 
 import copy
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import AddedToken
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from workflow.lib.checkpoints.checkpoint import Checkpoint
-from workflow.lib.checkpoints.files.config_file import text_part
+from workflow.lib.checkpoints.files.config_file import text_part, with_infinities
 from workflow.lib.checkpoints.files.model_files import CONFIG, WEIGHTS
 from workflow.lib.checkpoints.files.safetensors_headers import INDEX
 from workflow.lib.checkpoints.meta_model import is_tied
 from workflow.lib.export.adapter_files import write_merged, write_tokenizer
-from workflow.lib.export.scaled_positions import not_scaled, with_scaling
 from workflow.lib.model.host_embedding import other_tables
 from workflow.lib.model.trained_modules import TRAINED_ROWS
 from workflow.lib.quantization.nf4_checkpoint import copy_companions
@@ -32,6 +31,76 @@ from workflow.lib.system.artifact_files import read_artifact
 from workflow.lib.system.checksums import HUB_RECORD
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.files import file_sha256, write_checked_json, write_json
+
+FULL_ATTENTION = "full_attention"
+ORIGINAL, CONTEXT = "original_max_position_embeddings", "max_position_embeddings"
+# Methods that another one replaces; others are of a family.
+REPLACED = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+KEYS = {"type", "short_factor", "long_factor", "attention_factor"} | {*RopeScaling.model_fields}
+
+
+def with_scaling(config: Mapping[str, Any], scaling: RopeScaling) -> dict[str, Any]:
+    """Return a config.json with other rotary positions and their context. Layers of sliding
+    windows, where they have parameters of their own, keep these: a window is no longer than before.
+
+    Raises `UserError` for a model without rotary positions that Transformers scales, or a context
+    that is not longer than the model's own."""
+    text: Any = _parsed(config).get_text_config()
+    parameters = copy.deepcopy(getattr(text, "rope_parameters", None) or {})
+    own = parameters.get(FULL_ATTENTION, parameters)
+    if (kind := own.get("rope_type")) not in REPLACED:
+        kinds = f"of a kind of its own ({kind})" if kind else "not of one kind"
+        raise not_scaled(scaling, f"{text.model_type} has rotary positions {kinds}, or none")
+    own_context = text.max_position_embeddings
+    original = scaling.original_max_position_embeddings or _unscaled_context(own, own_context)
+    context = scaling.context(original)
+    if context <= own_context:
+        reason = f"{original} tokens x factor must be above the model's {CONTEXT} = {own_context}"
+        change = f"Set it above {own_context / original:g}"
+        raise _scaling_error("factor", scaling.factor, reason, change)
+    scaled = {key: value for key, value in own.items() if key not in KEYS} | scaling.parameters
+    if scaling.rope_type != "linear":
+        scaled[ORIGINAL] = original
+    several = own is not parameters
+    copied = copy.deepcopy(dict(config))
+    part = text_part(copied)
+    part.pop("rope_scaling", None)  # an older name of the parameters
+    part["rope_parameters"] = parameters | {FULL_ATTENTION: scaled} if several else scaled
+    part[CONTEXT] = context
+    try:
+        _parsed(copied)
+    except (KeyError, TypeError, ValueError) as error:
+        message = str(error).strip().splitlines()[-1].strip()
+        raise not_scaled(scaling, f"{text.model_type} does not take it ({message})") from None
+    return copied
+
+
+def _parsed(config: Mapping[str, Any]) -> PretrainedConfig:
+    kind = CONFIG_MAPPING[config["model_type"]]
+    return kind.from_dict(copy.deepcopy(with_infinities(dict(config))))
+
+
+def scaled_context(config: Mapping[str, Any], scaling: RopeScaling) -> int:
+    """Return the context in tokens of a model with this config.json, once it is scaled; raises as
+    `with_scaling`."""
+    return int(text_part(with_scaling(config, scaling))[CONTEXT])
+
+
+def _unscaled_context(own: Mapping[str, Any], context: int) -> int:
+    """Return the context of a model without its own scaling."""
+    if own["rope_type"] in ("default", "dynamic"):
+        return context
+    return round(context / own["factor"]) if own["rope_type"] == "linear" else int(own[ORIGINAL])
+
+
+def not_scaled(scaling: RopeScaling, reason: str) -> UserError:
+    """Return the refusal of a model whose positions cannot be scaled."""
+    return _scaling_error("rope_type", scaling.rope_type, reason, "Remove model.rope_scaling")
+
+
+def _scaling_error(key: str, value: object, reason: str, change: str) -> UserError:
+    return setting_error(f"model.rope_scaling.{key}", value, reason, change)
+
 
 CARD = "README.md"
 

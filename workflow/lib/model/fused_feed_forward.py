@@ -19,9 +19,9 @@ from workflow.lib.kernels.rows.gating import (
     LowRank,
     act_and_mul,
     act_and_mul_backward_,
+    lengthened_act_and_mul_backward_,
     no_part,
 )
-from workflow.lib.kernels.rows.lengths import lengthened_act_and_mul_backward_
 from workflow.lib.model.layers.dora import lengthened
 from workflow.lib.model.layers.fused_norm import keepable, restored
 from workflow.lib.model.layers.lora_linear import FusedLoraLinear

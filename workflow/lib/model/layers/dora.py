@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from workflow.lib.kernels.rows import lengths
+from workflow.lib.kernels.rows import gating
 
 
 class Magnitude(nn.Module):
@@ -62,7 +62,7 @@ def lengthen_backward(
     """Return the gradients of directions (..., out) and factors (out,) from the values'."""
     grad_directions, grad_factors = [], []
     for grad, y, factor in zip(grads, values, factors, strict=True):
-        grad_direction, sums = lengths.lengthen_backward(grad, y, factor)
+        grad_direction, sums = gating.lengthen_backward(grad, y, factor)
         grad_directions.append(grad_direction)
         grad_factors.append(sums / factor)
     return grad_directions, grad_factors

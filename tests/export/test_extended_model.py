@@ -6,7 +6,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tests.support.families import FAMILIES
 from tests.support.refusals import refusal
-from workflow.lib.export.scaled_positions import scaled_context, with_scaling
+from workflow.lib.export.extended_model import scaled_context, with_scaling
 from workflow.lib.settings.train import RopeScaling
 
 YARN = RopeScaling(rope_type="yarn", factor=4)
