@@ -5,10 +5,12 @@ concatenated. Documents are whole: rotary embeddings may depend on their length.
 again with each document, which alone keeps documents apart, as in training."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,13 +40,22 @@ class Row(NamedTuple):
     """(t,) int64, places of the trained tokens, each predicted one place before"""
 
 
-class Scorer(Protocol):
-    """A model that scores. worked: gets the finished share of its rows' work."""
+class Scorer(ABC):
+    """A model that scores, on this process or over `world`, whose processes divide the rows."""
 
     attention: str
 
+    def __init__(
+        self, *, device: torch.device, top_k: int, vocabulary: int, world: World | None = None
+    ) -> None:
+        """top_k, vocabulary: as in `scores_of`."""
+        self._device, self._world = device, world
+        self._scores_of = partial(scores_of, top_k=top_k, vocabulary=vocabulary)
+
+    @abstractmethod
     def scores(self, rows: Sequence[Row], worked: Callable[[float], None]) -> Scores:
-        """Return the scores of the trained tokens of at least one row, in order. Collective."""
+        """Return the scores of the trained tokens of at least one row, in order. worked: gets the
+        finished share of the rows' work. Collective."""
 
 
 def rows_of(tokens: TokenStore, part: Part, *, attention: str) -> list[Row]:
@@ -137,24 +148,14 @@ class _Pass:
     trained: Sequence[torch.Tensor]  # of each row, as in `Row`
 
 
-class WholeModel:
-    """A causal LM in evaluation mode, prepared for packed rows, on this process or over `world`,
-    whose processes divide the rows."""
+class WholeModel(Scorer):
+    """A causal LM in evaluation mode, prepared for packed rows."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        *,
-        device: torch.device,
-        top_k: int,
-        vocabulary: int,
-        world: World | None = None,
-    ) -> None:
-        """model: changed in place; top_k, vocabulary: as in `scores_of`."""
+    def __init__(self, model: PreTrainedModel, **options: Any) -> None:
+        """model: changed in place; options: of `Scorer`."""
+        super().__init__(**options)
         self._model: Any = model
         self._prepared = PreparedDecoder(model, AdapterState())
-        self._device, self._world = device, world
-        self._top_k, self._vocabulary = top_k, vocabulary
         row_bytes = int(model.config.get_text_config().vocab_size) * 4
         self._most = max(1, LOGITS_BYTES // row_bytes)
         self.attention = self._prepared.attention
@@ -203,7 +204,7 @@ class WholeModel:
         indices = [torch.searchsorted(columns, trained - 1) for trained in every]
         wanted = torch.cat([logits[row, index] for row, index in enumerate(indices)])
         targets = torch.cat([ids[row, trained] for row, trained in enumerate(every)])
-        return scores_of(wanted, targets, top_k=self._top_k, vocabulary=self._vocabulary)
+        return self._scores_of(wanted, targets)
 
 
 class HeldoutSums(NamedTuple):

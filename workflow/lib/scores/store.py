@@ -161,29 +161,23 @@ def recorded_scores(folder: Path) -> list[RecordedFile]:
     return recorded
 
 
-class _ScoredSplit:
+class _ScoredSplit(NamedTuple):
     """The scores of one split, by its rows or documents."""
 
-    def __init__(
-        self,
-        starts: npt.NDArray[np.int64],
-        firsts: npt.NDArray[np.int64],
-        shards: list[Scores],
-        nothing: Scores,
-    ) -> None:
-        """starts: (items + 1,), each one's first token; firsts: each shard's first item."""
-        self._starts, self._firsts, self._shards = starts, firsts, shards
-        self._nothing = nothing
+    starts: npt.NDArray[np.int64]  # (items + 1,), each one's first token
+    firsts: npt.NDArray[np.int64]  # each shard's first item
+    shards: list[Scores]
+    nothing: Scores
 
     def of(self, items: Iterable[int]) -> Scores:
-        return Scores.joined([self._nothing, *map(self._item_scores, items)])
+        return Scores.joined([self.nothing, *map(self._item_scores, items)])
 
     def _item_scores(self, item: int) -> Scores:
-        if not 0 <= item < len(self._starts) - 1:
-            raise IndexError(f"item {item} of {len(self._starts) - 1}")
-        number = int(np.searchsorted(self._firsts, item, side="right")) - 1
-        start, stop = self._starts[item : item + 2] - self._starts[self._firsts[number]]
-        return self._shards[number].between(start, stop)
+        if not 0 <= item < len(self.starts) - 1:
+            raise IndexError(f"item {item} of {len(self.starts) - 1}")
+        number = int(np.searchsorted(self.firsts, item, side="right")) - 1
+        start, stop = self.starts[item : item + 2] - self.starts[self.firsts[number]]
+        return self.shards[number].between(start, stop)
 
 
 def _opened(

@@ -14,10 +14,9 @@ import torch
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.data.tokens.token_store import Document
 from workflow.lib.distributed.work_sharing import shared_out
-from workflow.lib.distributed.world import World
 from workflow.lib.quantization.calibration import SummedLoss, document_losses
 from workflow.lib.quantization.layer_stream import Batch, LayerStream
-from workflow.lib.scores.scoring import HeldoutSums, Row, scores_of
+from workflow.lib.scores.scoring import HeldoutSums, Row, Scorer
 from workflow.lib.scores.store import Scores
 from workflow.lib.system.progress import Progress
 
@@ -116,22 +115,13 @@ def through_layers(
     return hidden
 
 
-class StreamedScorer:
-    """Scores by a stream of layers; processes of `world` share the rows, each reads all."""
+class StreamedScorer(Scorer):
+    """Scores by a stream of layers, which each process reads whole."""
 
-    def __init__(
-        self,
-        stream: LayerStream,
-        *,
-        device: torch.device,
-        top_k: int,
-        vocabulary: int,
-        world: World | None = None,
-    ) -> None:
-        """top_k, vocabulary: as in `scores_of`."""
-        self._stream, self._device, self._world = stream, device, world
-        self._top_k, self._vocabulary = top_k, vocabulary
-        self.attention = stream.attention_of_packed
+    def __init__(self, stream: LayerStream, **options: Any) -> None:
+        """options: of `Scorer`."""
+        super().__init__(**options)
+        self._stream, self.attention = stream, stream.attention_of_packed
 
     def scores(self, rows: Sequence[Row], worked: Callable[[float], None]) -> Scores:
         def compute(mine: list[Row]) -> list[Scores]:
@@ -153,5 +143,5 @@ class StreamedScorer:
         for trained in row.trained.to(self._device).split(LOGITS_AT_ONCE):
             logits = self._stream.logits(batch, states, trained - 1)[0]
             targets = batch.input_ids[0, trained]
-            parts.append(scores_of(logits, targets, top_k=self._top_k, vocabulary=self._vocabulary))
+            parts.append(self._scores_of(logits, targets))
         return Scores.joined(parts)
