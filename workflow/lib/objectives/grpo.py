@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from workflow.lib.kernels.loss.fused_logits import IGNORED
 from workflow.lib.objectives.next_token import NextToken
 from workflow.lib.objectives.objective import (
     Figure,
@@ -21,7 +22,8 @@ from workflow.lib.objectives.objective import (
     TokensOfBatch,
     TokensOfRows,
     document_numbers,
-    document_sums,
+    document_tokens,
+    exact_sum,
 )
 from workflow.lib.settings.objectives import GrpoConfig
 
@@ -71,11 +73,12 @@ class Grpo(NextToken):
             low = (ratio < 1 - settings.clip_low) & (advantages < 0)
             clipped = low | ((ratio > 1 + settings.clip_high) & (advantages > 0))
             every = (clipped.float(), divergence, ratio, -log_p, weight)
-            figures = torch.stack([values.sum() for values in every])
+            trained = batch.targets != IGNORED
+            figures = torch.stack([exact_sum(values.where(trained, 0.0)) for values in every])
         if settings.normalize == "answer":
-            tokens = document_sums(torch.ones_like(log_p), batch)
+            tokens = document_tokens(batch).clamp(min=1)  # padding may be of one without any
             losses = losses / tokens[document_numbers(batch)]
-        return losses.sum(), figures
+        return exact_sum(losses), figures
 
     def step_sizes(self, rows: TokensOfRows, indices: npt.NDArray[np.int64]) -> tuple[float, ...]:
         """Return the divisor of a step's loss, and its trained tokens."""

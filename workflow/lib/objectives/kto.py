@@ -19,8 +19,15 @@ from workflow.lib.objectives.objective import (
     Head,
     TokensOfBatch,
     TokensOfRows,
+    exact_sum,
 )
-from workflow.lib.objectives.pairs import Rewards, answers, measured_answers, reward_by_reference
+from workflow.lib.objectives.pairs import (
+    Rewards,
+    answers,
+    example_sum,
+    measured_answers,
+    reward_by_reference,
+)
 
 
 def reference_point(mean: torch.Tensor) -> torch.Tensor:
@@ -65,9 +72,9 @@ class RatedAnswers:
         z = v.new_zeros(()) if batch.estimate is None else reference_point(batch.estimate)
         with torch.no_grad():
             every = (self.beta * v, answer.log_p)
-            sums_by_kind = [x.where(kind, 0.0).sum() for x in every for kind in (good, ~good)]
-            figures = torch.stack([*sums_by_kind, mismatched.ratio.sum()])
-        loss = self._losses(v, good, z).sum()
+            sums_by_kind = [exact_sum(x.where(kind, 0.0)) for x in every for kind in (good, ~good)]
+            figures = torch.stack([*sums_by_kind, exact_sum(mismatched.ratio)])
+        loss = example_sum(self._losses(v, good, z), batch)
         return share(loss, batch.cut), share(figures, batch.cut)
 
     def _losses(self, v: torch.Tensor, good: torch.Tensor, z: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from workflow.lib.kernels.attention.row_cut import RowCut
+from workflow.lib.kernels.loss.fused_logits import IGNORED
 
 
 class Teacher(NamedTuple):
@@ -63,7 +64,8 @@ class Head(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class TokensOfBatch:
     """A micro-batch of n trained tokens for an objective. All ids are int64. Fields for some
-    objectives are None for others."""
+    objectives are None for others. A CUDA graph's have padding at the end (`PADDING`): tokens of
+    the first document, examples of none, documents without a token."""
 
     positions: torch.Tensor  # (n,) of the states that predict trained tokens
     targets: torch.Tensor  # (n,) trained tokens
@@ -92,6 +94,9 @@ BY_TOKEN = (
     *("teacher_ids", "teacher_log_probs"),
 )
 """Fields of `TokensOfBatch` with a row for each trained token, besides `positions`."""
+BY_EXAMPLE = ("firsts", "desirable")
+PADDING = {"targets": IGNORED, "teacher_ids": IGNORED, "firsts": -1}
+"""The values of padding in fields of both kinds that are not 0."""
 
 
 class TokensOfRows(Protocol):
@@ -171,6 +176,11 @@ class Objective(Protocol):
         """Return the sizes of a step of these rows, before it runs."""
 
 
+def exact_sum(values: torch.Tensor) -> torch.Tensor:
+    """Return the sum () fp32 of values (n,), which padding of 0 does not round otherwise."""
+    return values.sum(dtype=torch.float64).float()
+
+
 def document_sums(values: torch.Tensor, batch: TokensOfBatch) -> torch.Tensor:
     """Return the sum (documents,) of `values` (n,) over each document's trained tokens, in their
     order on every device; 0 of padding. Collective where rows are shared."""
@@ -178,6 +188,11 @@ def document_sums(values: torch.Tensor, batch: TokensOfBatch) -> torch.Tensor:
     # atomic additions have a random order: index_put_ sorts first on a GPU
     sums = sums.index_put((document_numbers(batch),), values, accumulate=True)
     return sums if batch.cut is None else batch.cut.summed(sums)
+
+
+def document_tokens(batch: TokensOfBatch) -> torch.Tensor:
+    """Return the number (documents,) fp32 of each document's trained tokens."""
+    return document_sums((batch.targets != IGNORED).float(), batch)
 
 
 def document_numbers(batch: TokensOfBatch) -> torch.Tensor:

@@ -24,6 +24,8 @@ from workflow.lib.objectives.objective import (
     TokensOfBatch,
     TokensOfRows,
     document_sums,
+    document_tokens,
+    exact_sum,
 )
 from workflow.lib.settings.objectives import PairLoss
 
@@ -54,14 +56,24 @@ Rewards = Callable[[Answers], torch.Tensor]
 
 
 def answers(log_probs: torch.Tensor, batch: TokensOfBatch) -> tuple[Answers, Answers]:
-    """Return each example's first and second document, from log p (n,) of trained tokens."""
+    """Return each example's first and second document, from log p (n,) of trained tokens; of
+    padding a token with log p = 0, whose losses are finite."""
     assert batch.firsts is not None, "the tokens hold examples of two documents"
-    every = [log_probs, batch.reference, torch.ones_like(log_probs)]
-    sums = [None if x is None else document_sums(x, batch) for x in every]
+    real, reference = batch.firsts >= 0, batch.reference
+    log_p = document_sums(log_probs, batch)
+    reference = None if reference is None else document_sums(reference, batch)
+    every = [(log_p, 0.0), (reference, 0.0), (document_tokens(batch), 1.0)]
     first, second = (
-        [None if of is None else of[batch.firsts + offset] for of in sums] for offset in (0, 1)
+        [None if x is None else x[batch.firsts + n].where(real, padding) for x, padding in every]
+        for n in (0, 1)
     )
     return Answers(*first), Answers(*second)  # type: ignore[arg-type]
+
+
+def example_sum(losses: torch.Tensor, batch: TokensOfBatch) -> torch.Tensor:
+    """Return the sum () of the losses (examples,), without padding."""
+    assert batch.firsts is not None
+    return exact_sum(losses.where(batch.firsts >= 0, 0.0))
 
 
 def measured_answers(documents: DocumentSums) -> tuple[Answers, Answers]:
@@ -96,11 +108,11 @@ class Pairs:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sum over pairs, with the supervised term in proportion to the step."""
         chosen, rejected = answers(head.log_probs(states, batch.targets), batch)
-        loss = self.losses(chosen, rejected).sum()
+        loss = example_sum(self.losses(chosen, rejected), batch)
         if self.sft_weight:
             assert batch.step_sizes is not None
             pairs_per_token = batch.step_sizes[0] / batch.step_sizes[1]
-            loss = loss - self.sft_weight * pairs_per_token * chosen.log_p.sum()
+            loss = loss - self.sft_weight * pairs_per_token * exact_sum(chosen.log_p)
         return share(loss, batch.cut), share(self._figures(chosen, rejected), batch.cut)
 
     def token_losses(self, head: Head, states: torch.Tensor, batch: TokensOfBatch) -> torch.Tensor:
@@ -119,7 +131,7 @@ class Pairs:
     def _figures(self, chosen: Answers, rejected: Answers) -> torch.Tensor:
         good, bad = self.rewards(chosen), self.rewards(rejected)
         every = (good, bad, good - bad, (good > bad).float(), chosen.log_p, rejected.log_p)
-        return torch.stack([of.sum() for of in every])
+        return torch.stack([exact_sum(of) for of in every])
 
     def step_sizes(self, rows: TokensOfRows, indices: npt.NDArray[np.int64]) -> tuple[float, ...]:
         """Return the pairs of a step, and the trained tokens of its chosen answers."""

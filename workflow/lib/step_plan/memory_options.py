@@ -15,7 +15,7 @@ from workflow.lib.model.architecture.layer_choice import (
     recomputed_layers,
     spread,
 )
-from workflow.lib.step_plan.base_plan import SUPERVISED, BasePlan
+from workflow.lib.step_plan.base_plan import BasePlan
 from workflow.lib.system.errors import setting_error
 
 Value = bool | int | float | str
@@ -154,8 +154,8 @@ class MemoryOptions(BasePlan):
     def graph_obstacle(self) -> str | None:
         """What prevents CUDA graphs of micro-batches, in words; None: nothing known."""
         obstacles = {
-            f"train.objective = {self.objective}: micro-batches have more inputs than a graph": (
-                self.objective != SUPERVISED
+            "preferences.shared_prompt = true: the keys of shared prompts have no fixed number": (
+                self.shares_prompts and self.attention_kind == "flash"
             ),
             f"hardware.context_parallel = {self.context_parallel}: processes exchange heads within "
             "a micro-batch": self.context_parallel > 1,

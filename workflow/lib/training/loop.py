@@ -18,7 +18,7 @@ import math
 import resource
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, Self
@@ -205,10 +205,10 @@ class Trainer:
         self, rows: StepRows, batches: Iterator[MicroBatch], *, by_graphs: bool = True
     ) -> StepInProgress:
         scale = loss_scale_of(self.training)
-        batches = self._with_references(rows, batches)
-        plainly = partial(forward_backward, self.training, estimate=self._estimate(rows))
+        references, estimate = self._with_references(rows, batches), self._estimate(rows)
+        batches = (replace(batch, estimate=estimate) for batch in references)
         loss = LossSum(
-            (self.graphs if by_graphs else None) or plainly,
+            (self.graphs if by_graphs else None) or partial(forward_backward, self.training),
             divisor=rows.divisor,
             factor=1.0 if scale is None else scale.factor,
             device=self.world.device,

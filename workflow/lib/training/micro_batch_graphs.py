@@ -2,7 +2,7 @@
 Python.
 
 A graph repeats captured kernels, with their addresses and shapes. So a micro-batch is first copied
-into inputs of a fixed `Layout`: its trained positions and the bounds of its documents get padding
+into inputs of a fixed `Layout`: its trained positions, examples and bounds of documents get padding
 without effect. The first micro-batch of a layout runs without a graph, which compiles and chooses
 kernels; the second is captured. Nothing may wait for the device during a capture, so code that
 depends on values on the device ends it with an error: then graphs are off, and the log has the
@@ -22,7 +22,6 @@ from torch import nn
 
 from workflow.lib.distributed.fsdp import abandon_micro_batch_
 from workflow.lib.distributed.world import World, any_of_all, largest_of_all
-from workflow.lib.kernels.loss.fused_logits import IGNORED
 from workflow.lib.model.documents import (
     DocumentCapacity,
     Documents,
@@ -32,6 +31,7 @@ from workflow.lib.model.documents import (
 )
 from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.training_module import CausalLMForTraining, loss_in
+from workflow.lib.objectives.objective import BY_EXAMPLE, BY_TOKEN, PADDING
 
 logger = logging.getLogger("workflow")
 
@@ -42,11 +42,6 @@ SIZES = 4  # different counts of trained tokens, each with its own graph
 # Padded positions for each token of recurrent layers, in a capacity for all micro-batches so far.
 # Documents that are split alone need about 1.2; 16 micro-batches of mixed chats 2.3 together.
 MOST_POSITIONS = 2
-
-
-PADDING = dict.fromkeys(("input_ids", "position_ids", "embedded", "row_keys", "lengths"))
-PADDING |= {"positions": 0, "targets": IGNORED, "weights": 0}
-"""Inputs of a graph, and the value after a micro-batch's, where a layout has room for more."""
 
 
 class Layout(NamedTuple):
@@ -60,16 +55,12 @@ class Layout(NamedTuple):
 
 
 def forward_backward(
-    training: CausalLMForTraining,
-    batch: MicroBatch,
-    slope: torch.Tensor,
-    *,
-    estimate: torch.Tensor | None = None,
+    training: CausalLMForTraining, batch: MicroBatch, slope: torch.Tensor
 ) -> torch.Tensor:
     """Add a micro-batch's gradients times `slope` () fp32 to the parameters'; return its summed
     loss, with its figures if there are any. Its autograd graph, which holds hidden states, is freed
     at the end of the call."""
-    result: torch.Tensor = training(replace(batch, estimate=estimate))
+    result: torch.Tensor = training(batch)
     loss_in(result).backward(slope)
     training.after_backward()
     return result.detach()
@@ -79,14 +70,14 @@ class FixedInputs:
     """The device tensors that the graph of a layout reads."""
 
     def __init__(self, like: MicroBatch, layout: Layout, device: torch.device) -> None:
-        n, weights = layout.trained_tokens, like.weights
+        lengths = dict.fromkeys(("positions", *BY_TOKEN), layout.trained_tokens)
+        lengths |= dict.fromkeys(BY_EXAMPLE, layout.documents // 2)
+        fields = {name: x for name in lengths if (x := getattr(like, name)) is not None}
         padded = replace(
             like,
-            positions=like.positions.new_empty(n),
-            targets=like.targets.new_empty(n),
-            weights=None if weights is None else weights.new_empty(n),
             bounds=(like.bounds[0].new_empty(layout.documents + 1), like.input_ids.shape[1]),
             documents=_laid_out(like, layout) if layout.capacity else None,
+            **{name: x.new_empty(lengths[name], *x.shape[1:]) for name, x in fields.items()},
         )
         self.batch = padded.each(lambda values: torch.empty_like(values, device=device))
         if not layout.capacity:
@@ -97,8 +88,9 @@ class FixedInputs:
         """Copy a micro-batch into them, without waiting for it. Padding is no target, and documents
         without a token at the end."""
         fixed = self.batch
-        for name, padding in PADDING.items():
-            _padded_(getattr(fixed, name), getattr(batch, name), padding)
+        for name, target in vars(fixed).items():
+            if name not in ("bounds", "documents"):
+                _padded_(target, getattr(batch, name), PADDING.get(name, 0))
         _padded_(fixed.bounds[0], batch.bounds[0], batch.input_ids.numel())
         if self._layout.capacity:
             assert fixed.documents is not None
@@ -114,15 +106,14 @@ def _laid_out(batch: MicroBatch, layout: Layout) -> Documents:
     return documents_of(lengths, capacity=layout.capacity, longest=batch.input_ids.shape[1])
 
 
-def _padded_(
-    target: torch.Tensor | None, values: torch.Tensor | None, padding: int | None = None
-) -> None:
+def _padded_(target: torch.Tensor | None, values: torch.Tensor | None, padding: int = 0) -> None:
     if target is None or values is None:
         assert target is values, "only some micro-batches have it"
         return
-    target[: len(values)].copy_(values, non_blocking=True)
-    if padding is not None:
+    if target.shape != values.shape:
         target[len(values) :].fill_(padding)
+        target = target[: len(values)]
+    target.copy_(values, non_blocking=True)
 
 
 class CudaCapture:
@@ -209,8 +200,7 @@ class MicroBatchGraphs:
         """Why graphs are off; None: they are on."""
 
     def __call__(self, batch: MicroBatch, slope: torch.Tensor) -> torch.Tensor:
-        assert batch.firsts is None, "graphs copy no examples of two documents"
-        assert batch.reference is batch.teacher_ids is batch.estimate is None, "nor any scores"
+        assert batch.cut is batch.shared is None, "graphs copy no keys of other rows or documents"
         layout = None if self.off else self._layout(batch)
         if layout is None:
             return forward_backward(self._training, batch.to(self._world.device), slope)

@@ -27,7 +27,7 @@ from workflow.lib.kernels.loss.fused_logits import (
 )
 from workflow.lib.model.loss.vocabulary_slices import GRADIENT_ROWS, chunk_rows
 from workflow.lib.model.trained_modules import ROWS, trained_parts
-from workflow.lib.objectives.objective import Teacher
+from workflow.lib.objectives.objective import Teacher, exact_sum
 
 SUMS = 2  # how many numbers of a row are log-sum-exp: A and R
 
@@ -360,8 +360,8 @@ class _SummedLoss(torch.autograd.Function):
         # Not by `save_for_backward`: backward scales these results in place and frees them.
         ctx.grad, ctx.head_grads = computed.grad, computed.head_grads
         if teacher is None:
-            return computed.losses.sum()
-        sums = computed.losses.sum(dim=0)
+            return exact_sum(computed.losses)
+        sums = torch.stack([*map(exact_sum, computed.losses.unbind(1))])
         ctx.mark_non_differentiable(sums)
         return teacher.temperature**2 * sums[0] + teacher.sft_weight * sums[1], sums
 

@@ -99,11 +99,15 @@ class Clock:
         trained_share: tokens in the loss, 0 to 1; micro_batches: of a step."""
         sums = defaultdict[tuple[str, bool], float](float)  # by part, of backward or not
         launched, computed = (dict.fromkeys(PHASES, 0.0) for _ in range(2))
+        by_python = dict.fromkeys(PHASES, 1.0)  # shares; passes of reference and estimate are none
+        if plan.graphed:  # of graphs
+            by_python = dict.fromkeys(PHASES, 1 - 1 / plan.forward_passes)
+            by_python |= {BACKWARD: 0.0, UPDATE: 1.0}
         for phase, kind, amount in _scaled(work, trained_share, micro_batches, plan.forward_passes):
             for name, seconds in self._counted(plan, phase, kind, amount):
                 sums[name, phase == BACKWARD] += seconds
-                if name == LAUNCHED and (phase == UPDATE or not plan.graphed):
-                    launched[phase] += seconds
+                if name == LAUNCHED:
+                    launched[phase] += by_python[phase] * seconds
                 elif name in COMPUTING:
                     computed[phase] += seconds
         parts = {name: max(0.0, sums[name, False] + sums[name, True]) for name in COMPUTING}
