@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from tests.objectives.test_objective import HEADS, configured, store_of
 from tests.support.distributed import run_distributed
 from tests.support.gathering import full
 from tests.support.models import base_fixture, quantized, random_store, tiny_llama
 from tests.support.plans import PLANNED, make_plan
+from tests.support.scored_rows import PROMPTED, prompted_rows
 from tests.support.stock_training import ROWS, SEQ_LEN, settings
 from workflow.lib.training.micro_batch_graphs import CudaCapture
 
@@ -21,6 +23,7 @@ STEPS = 6
 STASHED = {"offload_activations": True, "offload_window_bytes": 2**15}
 STAYING = {"offload_activations": True, "offload_window_bytes": 2**21}
 TOO_SMALL = {"offload_activations": True, "offload_window_bytes": 2**30}
+STORED = {"reference": "original"}  # the reference's scores are the store's
 LORA = ("dropout", "use_dora", "modules_to_save")
 KINDS = {
     "plain": {},
@@ -38,6 +41,15 @@ KINDS = {
     "DoRA, recomputed, dropout": {"use_dora": True, "dropout": 0.1},
     "weights of a layer on the host": {"offload_layers": 1},
     "weights of all layers on the host, recomputed": {"offload_layers": 2, "dropout": 0.1},
+    "dpo of the start": {"objective": "dpo"},
+    "dpo of the start, shared prompts": {"objective": "dpo", "shares_prompts": True},
+    "dpo, head trained": {"objective": "dpo", "modules_to_save": ["lm_head"]} | STORED,
+    "orpo, flex": {"objective": "orpo", "attention": "flex"},
+    "kto, shared prompts": {"objective": "kto", "shares_prompts": True},
+    "distill": {"objective": "distill"},
+    "distill, head trained": {"objective": "distill", "modules_to_save": ["lm_head"]},
+    "grpo by token": {"objective": "grpo by token"},
+    "grpo by answer, shared prompts": {"objective": "grpo by answer", "shares_prompts": True},
 }
 ON_TWO = {
     "sharded": {},
@@ -55,6 +67,9 @@ ON_TWO = {
     },
     "DoRA, two micro-batches": {"use_dora": True, "micro_batch_size": 1},
     "weights and activations on the host": STASHED | {"offload_layers": 2},
+    "dpo of the start, shared prompts": {"objective": "dpo", "shares_prompts": True},
+    "kto": {"objective": "kto"},
+    "distill, embedding on the host": {"objective": "distill", "offload_embedding": True},
 }
 
 
@@ -70,7 +85,9 @@ def trained(base, levers, graphed, attention, capturing=CudaCapture):
 
     os.environ |= DEFAULTS
     torch.use_deterministic_algorithms(True)
-    config = settings()
+    config, store = settings(), random_store(rows=ROWS, seq_len=SEQ_LEN)
+    if "objective" in levers:
+        config, store = objective_run(**levers)
     lora = {"dropout": 0.0} | {k: v for k, v in levers.items() if k in LORA}
     lora = config.lora.model_copy(update=lora)
     config = config.model_copy(update={"lora": lora})
@@ -93,7 +110,6 @@ def trained(base, levers, graphed, attention, capturing=CudaCapture):
         graphs = None
         if graphed != "no":
             graphs = MicroBatchGraphs(model.training, world, make_capture[graphed])
-        store = random_store(rows=ROWS, seq_len=SEQ_LEN)
         optimizer, size = make_optimizer(model.training, config.train), plan.micro_batch_size
         trainer = Trainer.over(model.training, optimizer, store, config.train, size, world, graphs)
         found = []
@@ -105,6 +121,17 @@ def trained(base, levers, graphed, attention, capturing=CudaCapture):
                 trainer.release_graphs()
         final = {n: full(p).cpu() for n, p in trainable_parameters(model.training).items()}
     return {"metrics": found, "final": final, "off": graphs.off if graphs else None}
+
+
+def objective_run(*, objective, shares_prompts=False, reference="start", **_):
+    """Return settings and rows of an objective."""
+    (head, *_), rows = HEADS, 6
+    config, store = configured(objective, head), store_of(objective)
+    if shares_prompts:
+        rows, store = len(PROMPTED), prompted_rows(store.examples)
+    train = config.train.model_copy(update={"global_batch_size": rows, "learning_rate": 1e-2})
+    preferences = config.preferences.model_copy(update={"reference": reference})
+    return config.model_copy(update={"train": train, "preferences": preferences}), store
 
 
 def launched_by_python():

@@ -24,6 +24,9 @@ GRAPHS = {"cuda_graphs": True}
 OFFLOADED = {"offload_activations": True}
 WITH_TABLES = {"trains_head": True, "trains_embedding": True}
 PAIRS = {"objective": "dpo", "documents_per_row": 2.0}
+GRAPHED_PAIRS = PAIRS | GRAPHS | {"start_reference": True, "shares_prompts": True}
+KTO = {"objective": "kto", "documents_per_row": 2.0}
+DISTILLED = {"objective": "distill", "top_k": 8}
 SOME_OF_THREE = {"processes": 3, "activation_checkpointing": 2}
 SHARED_ROWS = {"processes": 2, "context_parallel": 2}
 FEW_NUMBERS = 64  # bytes: a scalar, the keys of a micro-batch's rows
@@ -95,6 +98,10 @@ def tapes(process):
         {"matmul_dtype": "float8"},
         {"matmul_dtype": "float8", "kept": ("down_proj", r"layers\.[13]")},
         PAIRS | {"start_reference": True, "accumulation_steps": 2},
+        GRAPHED_PAIRS,
+        GRAPHS | KTO,
+        GRAPHS | {"objective": "grpo", "start_reference": True},
+        GRAPHS | DISTILLED,
     ],
     ids=str,
 )
@@ -141,6 +148,33 @@ def test_reference_of_the_start_takes_a_forward_before_the_step(tapes):
         for tape in (scored, started)
     ]
     assert "dequantized_weight" in terms[1] - terms[0]
+
+
+def test_forward_of_a_reference_runs_beside_the_memory_of_a_graph(tapes):
+    """In the steps after the capture, whose pool stays."""
+    tape = tapes.of(chosen(**GRAPHED_PAIRS))
+    later = tape.events[tape.events.index(EMPTY_CACHE) :]
+    decoded = {tape.streams[x] for x in later if made(x) and tape.terms[x] == "dequantized_weight"}
+    assert len(decoded) == 2
+    assert COMPUTE in decoded
+
+
+@pytest.mark.parametrize(
+    ("levers", "token_bytes"),
+    [
+        (DISTILLED, 8 * 8 + 9 * 4),  # 8 ids and 9 log-probabilities of the teacher
+        (PAIRS, 4),  # a log-probability of the reference
+        # keys with a quarter more, a token's own one and its copy
+        (PAIRS | {"shares_prompts": True}, 4 + 8 * (1.25 + 1 + 1)),
+    ],
+    ids=str,
+)
+def test_inputs_of_a_graph_are_those_of_its_objective_with_padding(tapes, levers, token_bytes):
+    plain, found = (
+        sum(tape.sizes[x] for x in left(tape) if tape.streams[x] != HOST)
+        for tape in (tapes.of(chosen(**ALONE | GRAPHS | x)) for x in ({}, levers))
+    )
+    assert found - plain == pytest.approx(4096 * token_bytes, abs=200)  # examples and documents
 
 
 def made(event):

@@ -36,8 +36,10 @@ def test_what_is_known_to_keep_graphs_off_is_named(levers, words):
         {"dora": True},
         {"trains_head": True, "trains_embedding": True},
         {"attention": "flex"},
+        {"objective": "distill", "top_k": 8},
+        {"objective": "dpo", "start_reference": True, "shares_prompts": True},
     ],
     ids=str,
 )
-def test_several_gpus_of_a_machine_have_graphs_and_so_has_what_comes_from_host_memory(levers):
+def test_several_gpus_of_a_machine_have_graphs_and_so_have_objectives_and_host_memory(levers):
     assert graphed(**levers).graphed

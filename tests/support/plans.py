@@ -17,6 +17,7 @@ PLANNED = {
     "offload_embedding",
     "offload_layers",
     "tile_tokens",
+    "shares_prompts",
 }
 
 

@@ -7,32 +7,33 @@ import torch
 from tests.objectives.test_objective import build, configured, store_of
 from tests.support.captures import Captures
 from tests.support.distributed import run_in_group
-from tests.support.training_loops import values_of
+from tests.support.scored_rows import PROMPTED, prompted_rows
+from tests.support.training_loops import restart_, values_of
+from workflow.lib.objectives.from_settings import objective_of
 from workflow.lib.training.loop import Trainer, make_optimizer
 from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs
 from workflow.lib.training.start_reference import StartReference
 
-STEPS, ROWS = 3, 2
-KINDS = {
-    "sft": "sft",
-    "dpo": "dpo",
-    "dpo of the start": "dpo",
-    "orpo": "orpo",
-    "kto": "kto",
-    "kto of the start": "kto",
-    "distill": "distill",
-    "grpo by token": "grpo by token",
-    "grpo by answer": "grpo by answer",
-    "grpo of the start": "grpo by constant",
-}
+STEPS, ROWS = 5, 2
+START, SHARED = "the start as reference", "shared prompts"
+KINDS = [
+    *("dpo", "orpo", "kto", "distill", "grpo by token", "grpo by answer"),
+    *(f"dpo, {START}", f"kto, {START}", f"grpo by constant, {START}"),
+    *(f"dpo, {SHARED}", f"kto, {START}, {SHARED}", f"grpo by answer, {SHARED}"),
+]
 
 
-def run(world, base, kind, head, graphed):
+def run(training, world, kind, graphed):
     """Train for some steps of several micro-batches; return what can be compared."""
-    config, store, captures = configured(KINDS[kind], head), store_of(KINDS[kind]), Captures()
-    training = build(base, config, world).training
-    if kind.endswith("of the start"):
-        training.reference = StartReference(training)
+    name, *extras = kind.split(", ")
+    config, store, captures = configured(name, "frozen head"), store_of(name), Captures()
+    of = config.train.objective, config.preferences, config.distill, config.grpo
+    training.objective, training.shares_prompts = objective_of(*of), SHARED in extras
+    training.reference = StartReference(training) if START in extras else None
+    if training.shares_prompts:
+        store = prompted_rows(store.examples)
+        train = config.train.model_copy(update={"global_batch_size": len(PROMPTED)})
+        config = config.model_copy(update={"train": train})
     graphs = MicroBatchGraphs(training, world, lambda: captures) if graphed else None
     optimizer = make_optimizer(training, config.train)
     trainer = Trainer.over(training, optimizer, store, config.train, ROWS, world, graphs)
@@ -43,15 +44,25 @@ def run(world, base, kind, head, graphed):
     return seen, values_of(training), captures.replays
 
 
-def both(world, base, kind, head):
-    return [run(world, base, kind, head, graphed) for graphed in (False, True)]
+def both(world, base, head):
+    training, found = build(base, configured("sft", head), world).training, {}
+    initial = values_of(training)
+    for kind in KINDS:
+        for graphed in (False, True):
+            restart_(training, initial)
+            found.setdefault(kind, []).append(run(training, world, kind, graphed))
+    return found
+
+
+@pytest.fixture(scope="module", params=["frozen head", "trained head"])
+def runs(request, base):
+    return run_in_group(both, base, request.param, world_size=1)[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("head", ["frozen head", "trained head"])
-def test_replays_of_an_objective_are_bit_equal_to_its_steps_without(base, kind, head):
-    """Padded tokens, documents and examples change no bit of loss, figures and weights."""
-    ((plain, replayed),) = run_in_group(both, base, kind, head, world_size=1)
+def test_replays_of_an_objective_are_bit_equal_to_its_steps_without(runs, kind):
+    """Padded tokens, documents, examples and keys change no bit of loss, figures and weights."""
+    plain, replayed = runs[kind]
     assert replayed[2] > STEPS
     assert all(torch.equal(plain[1][name], x) for name, x in replayed[1].items())
     assert plain[0] == replayed[0]

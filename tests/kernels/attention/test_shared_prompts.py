@@ -1,5 +1,7 @@
 """Which tokens are left of pairs and groups, and the keys that their queries see."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -62,6 +64,24 @@ def test_gathered_keys_are_those_that_the_mask_shows(positions, sizes, window):
         strict=True,
     ):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("positions", [POSITIONS, GROUPS])
+def test_padding_of_keys_changes_nothing(positions):
+    """In a CUDA graph: keys that no query sees, whose gradient is unknown, and a further copy."""
+    shared = SharedPrompts.of(positions)
+    more, none = shared.keys.new_zeros(5), torch.full_like(shared.own, -1)[None]
+    padded = replace(
+        shared, keys=torch.cat([shared.keys, more]), copies=torch.cat([shared.copies, none])
+    )
+    x = torch.randn(positions.size, 2, 3).requires_grad_()
+    keys, with_more = shared.gathered(x), padded.gathered(x)
+    assert torch.equal(keys, with_more[: len(keys)])
+    slope = torch.randn(keys.shape)
+    (grad,) = torch.autograd.grad(keys, x, slope)
+    unknown = torch.full((5, *slope.shape[1:]), float("nan"))
+    (same,) = torch.autograd.grad(with_more, x, torch.cat([slope, unknown]))
+    assert torch.equal(grad, same)
 
 
 def aligned_at_ends(part, window):

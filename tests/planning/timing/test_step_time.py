@@ -120,6 +120,13 @@ def test_python_is_waited_for_where_it_launches_longer_than_the_gpu_computes():
     assert launched["waiting_for_python"] == pytest.approx(500 * RATES.launch_s - 0.01)
 
 
+def test_passes_of_reference_and_estimate_are_launched_by_python_beside_graphs():
+    many = Work({"forward": {kinds.MEMORY: Amount(0.0, 1e10, 500.0)}})
+    of_answers = replace(GRAPHED, objective="kto", start_reference=True)
+    waited = parts(many, plan=of_answers)["waiting_for_python"]
+    assert waited == pytest.approx(2 * 500 * RATES.launch_s - 3 * 0.01)
+
+
 def test_kernels_of_backward_wait_for_forward_to_be_launched():
     """Though Python takes no longer than the GPU in all."""
     few = {kinds.MEMORY: Amount(0.0, 5e11, 1.0)}

@@ -46,8 +46,9 @@ class RecordedBatches:
 
     def rows(self, step: int) -> StepRows:
         plan = self._plan
-        # Graphs run their work once before the capture.
-        count = 2 if plan.accumulates and (step or plan.graphed) else 1
+        # Graphs run their work once before the capture. Passes without one come after it too.
+        captured = plan.graphed and (plan.accumulates or plan.forward_passes > 1)
+        count = 1 + (plan.accumulates if step else captured)
         rows = np.arange(plan.micro_batch_size)
         groups = [RowGroup(rows, [0] * len(rows))] * count
         return StepRows(step, np.tile(rows, count), groups, plan.tokens * count, STEP_SIZES)
@@ -122,7 +123,7 @@ class RecordedBatches:
         if needs.examples in PAIRED:
             batch = replace(batch, firsts=firsts, step_sizes=torch.ones(len(STEP_SIZES)))
         if self._training.shares_prompts:
-            batch = replace(batch, shared=_shared(batch))
+            batch = replace(batch, shared=_shared(batch, graphed=plan.graphed))
         counts = {"token": tokens, "example": len(firsts)}
         required = {
             name: torch.from_numpy(np.zeros(counts[array.per], dtype=array.dtype))
@@ -139,9 +140,9 @@ class RecordedBatches:
         return batch
 
 
-def _shared(batch: MicroBatch) -> SharedPrompts:
-    """Return keys for as many tokens as rows can have, half of them prompts: at least as many as in
-    any micro-batch."""
-    positions = torch.arange(batch.input_ids.numel())
-    prompt = positions[::2]
-    return SharedPrompts(positions, positions, prompt, prompt, *batch.bounds, (len(prompt),))
+def _shared(batch: MicroBatch, *, graphed: bool) -> SharedPrompts:
+    """Return keys for as many tokens as rows can have: at least as many as in any micro-batch.
+    graphed: one more, for which a graph's layout has as many as any micro-batch can need there."""
+    tokens = torch.arange(batch.input_ids.numel())
+    keys = torch.arange(len(tokens) + graphed)
+    return SharedPrompts(keys, tokens, tokens[None], *batch.bounds)

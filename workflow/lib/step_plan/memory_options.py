@@ -154,9 +154,6 @@ class MemoryOptions(BasePlan):
     def graph_obstacle(self) -> str | None:
         """What prevents CUDA graphs of micro-batches, in words; None: nothing known."""
         obstacles = {
-            "preferences.shared_prompt = true: the keys of shared prompts have no fixed number": (
-                self.shares_prompts and self.attention_kind == "flash"
-            ),
             f"hardware.context_parallel = {self.context_parallel}: processes exchange heads within "
             "a micro-batch": self.context_parallel > 1,
             f"hardware.nodes = {self.nodes}: machines exchange data within a micro-batch": (

@@ -13,9 +13,9 @@ streams join the capturing one, as does that of offloaded activations. All proce
 same graph, so they agree on every layout, and on whether a capture has failed anywhere."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -48,8 +48,11 @@ class Layout(NamedTuple):
     """The fixed shapes of a graph, equal on all processes; the rest is copied into its inputs."""
 
     rows: int
+    row_tokens: int
     trained_tokens: int  # padded
     documents: int  # Padded; as many as rows if every row is one document
+    copies: tuple[int, int]
+    """Keys of shared prompts besides the tokens' own, padded; the most copies of a token."""
     capacity: DocumentCapacity
     """Of recurrent layers, for packed rows; () without any, or where rows are documents."""
 
@@ -72,12 +75,15 @@ class FixedInputs:
     def __init__(self, like: MicroBatch, layout: Layout, device: torch.device) -> None:
         lengths = dict.fromkeys(("positions", *BY_TOKEN), layout.trained_tokens)
         lengths |= dict.fromkeys(BY_EXAMPLE, layout.documents // 2)
-        fields = {name: x for name in lengths if (x := getattr(like, name)) is not None}
+        (more, turns), tokens = layout.copies, layout.rows * layout.row_tokens
+        of_keys = {"keys": tokens + more, "copies": turns, "bounds": layout.documents + 1}
         padded = replace(
             like,
-            bounds=(like.bounds[0].new_empty(layout.documents + 1), like.input_ids.shape[1]),
+            bounds=(like.bounds[0].new_empty(layout.documents + 1), layout.row_tokens),
             documents=_laid_out(like, layout) if layout.capacity else None,
-            **{name: x.new_empty(lengths[name], *x.shape[1:]) for name, x in fields.items()},
+            shared=like.shared
+            and replace(like.shared, longest=2 * layout.row_tokens, **_empty(like.shared, of_keys)),
+            **_empty(like, lengths),
         )
         self.batch = padded.each(lambda values: torch.empty_like(values, device=device))
         if not layout.capacity:
@@ -88,17 +94,20 @@ class FixedInputs:
         """Copy a micro-batch into them, without waiting for it. Padding is no target, and documents
         without a token at the end."""
         fixed = self.batch
-        for name, target in vars(fixed).items():
-            if name not in ("bounds", "documents"):
-                _padded_(target, getattr(batch, name), PADDING.get(name, 0))
-        _padded_(fixed.bounds[0], batch.bounds[0], batch.input_ids.numel())
+        _copy_(fixed, batch, PADDING | {"bounds": batch.input_ids.numel()})
+        if batch.shared is not None:
+            _copy_(fixed.shared, batch.shared, {"copies": -1, "bounds": len(batch.shared.keys)})
         if self._layout.capacity:
-            assert fixed.documents is not None
             documents = _laid_out(batch, self._layout)
             if fixed.input_ids.is_cuda:
                 documents = documents.each(torch.Tensor.pin_memory)
-            _padded_(fixed.documents.positions, documents.positions)
-            _padded_(fixed.documents.order, documents.order)
+            _copy_(fixed.documents, documents, {})
+
+
+def _empty(like: object, lengths: Mapping[str, int]) -> dict[str, Any]:
+    """Return tensors of these lengths like the fields of these names."""
+    fields = {name: x for name in lengths if (x := getattr(like, name)) is not None}
+    return {name: x.new_empty(lengths[name], *x.shape[1:]) for name, x in fields.items()}
 
 
 def _laid_out(batch: MicroBatch, layout: Layout) -> Documents:
@@ -106,14 +115,19 @@ def _laid_out(batch: MicroBatch, layout: Layout) -> Documents:
     return documents_of(lengths, capacity=layout.capacity, longest=batch.input_ids.shape[1])
 
 
-def _padded_(target: torch.Tensor | None, values: torch.Tensor | None, padding: int = 0) -> None:
-    if target is None or values is None:
-        assert target is values, "only some micro-batches have it"
-        return
-    if target.shape != values.shape:
-        target[len(values) :].fill_(padding)
-        target = target[: len(values)]
-    target.copy_(values, non_blocking=True)
+def _copy_(fixed: object, values: object, padding: Mapping[str, int]) -> None:
+    """Copy the tensors of `values`, each to the beginning of a fixed one; padding: 0 for others."""
+    for name, target in vars(fixed).items():
+        source = getattr(values, name)
+        assert (target is None) is (source is None), f"only some micro-batches have {name}"
+        if isinstance(target, tuple):
+            target, source = target[0], source[0]
+        if not isinstance(target, torch.Tensor):
+            continue
+        if target.shape != source.shape:
+            target[len(source) :].fill_(padding.get(name, 0))
+            target = target[: len(source)]
+        target.copy_(source, non_blocking=True)
 
 
 class CudaCapture:
@@ -200,7 +214,7 @@ class MicroBatchGraphs:
         """Why graphs are off; None: they are on."""
 
     def __call__(self, batch: MicroBatch, slope: torch.Tensor) -> torch.Tensor:
-        assert batch.cut is batch.shared is None, "graphs copy no keys of other rows or documents"
+        assert batch.cut is None, "graphs copy no slices of rows"
         layout = None if self.off else self._layout(batch)
         if layout is None:
             return forward_backward(self._training, batch.to(self._world.device), slope)
@@ -237,22 +251,26 @@ class MicroBatchGraphs:
         packed = longest < seq_len or documents != rows
         recurrent = self._training.recurrent_layers > 0
         lengths = batch.bounds[0].diff().tolist() if recurrent else []
-        trained, packed_documents, *capacity = largest_of_all(
+        shared = batch.shared
+        trained, packed_documents, keys, turns, *capacity = largest_of_all(
             [
                 max(1, len(batch.positions)),
                 documents if packed else 0,
+                *((len(shared.keys) - tokens, len(shared.copies)) if shared else (0, 0)),
                 *document_capacity(lengths, longest=seq_len),
             ],
             world=self._world,
         )
         trained = _whole_units(trained, unit)
+        copies = (_whole_units(keys, -(-tokens // SIZES)), turns)
         if not packed_documents:
-            return Layout(rows, trained, documents, ())
+            return Layout(rows, seq_len, trained, documents, copies, ())
         self._reserve(packed_documents, rows, tuple(capacity))
         if recurrent and capacity_tokens(self._capacity, longest=seq_len) > MOST_POSITIONS * tokens:
             self._turn_off("documents of too different lengths for its recurrent layers")
             return None
-        return Layout(rows, trained, self._documents, self._capacity if recurrent else ())
+        own_capacity = self._capacity if recurrent else ()
+        return Layout(rows, seq_len, trained, self._documents, copies, own_capacity)
 
     def _reserve(self, documents: int, rows: int, capacity: DocumentCapacity) -> None:
         """Reserve these documents in layouts of packed rows: for at least twice as many, with

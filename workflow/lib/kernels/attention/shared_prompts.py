@@ -23,42 +23,34 @@ Numbers = npt.NDArray[np.int64]
 @dataclass(frozen=True)
 class SharedPrompts:
     """The keys of T tokens in flattened rows. keys: (K,), the token of each; own: (T,), each
-    token's key in its own document; prompt: (S,), tokens that a later document sees too; copies:
-    (S,), their keys there; all int64. bounds: (documents + 1,) int32 of keys; longest: most keys of
-    a document; turns: how many of S belong to second documents, to third ones, ..."""
+    token's key in its own document; copies: (documents, T), its keys in the second document that
+    sees it, in the third one, ..., or -1; all int64. bounds: (documents + 1,) int32 of keys;
+    longest: most keys of a document."""
 
     keys: torch.Tensor
     own: torch.Tensor
-    prompt: torch.Tensor
     copies: torch.Tensor
     bounds: torch.Tensor
     longest: int
-    turns: tuple[int, ...]
 
     @classmethod
-    def of(cls, position_ids: Numbers) -> Self | None:
-        """Return the keys of rows (rows, tokens) in host memory; None without a shared prompt."""
+    def of(cls, position_ids: Numbers) -> Self:
+        """Return the keys of rows (rows, tokens) in host memory."""
         flat, starts = position_ids.reshape(-1), np.flatnonzero(document_starts(position_ids))
         seen = flat[starts]  # tokens of the prompt
-        if not seen.any():
-            return None
         number = np.arange(len(seen))
         turn = number - np.maximum.accumulate(np.where(seen == 0, number, 0))
-        later = np.argsort(turn, kind="stable")[np.count_nonzero(turn == 0) :]
         sizes = np.diff(starts, append=flat.size)
         bounds = np.concatenate([[0], np.cumsum(sizes + seen)])
         own = np.arange(flat.size) + np.repeat(np.cumsum(seen), sizes)
-        prompt, copies = (
-            np.concatenate(
-                [first + np.arange(seen[n]) for first, n in zip(firsts, later, strict=True)]
-            )
-            for firsts in (starts[later - turn[later]], bounds[later])
-        )
-        turns = np.bincount(turn[later] - 1, weights=seen[later]).astype(int).tolist()
-        keys = np.empty(bounds[-1], dtype=np.int64)
-        keys[own], keys[copies] = np.arange(flat.size), prompt
-        k, o, p, c, b = map(torch.from_numpy, (keys, own, prompt, copies, bounds.astype(np.int32)))
-        return cls(k, o, p, c, b, int((sizes + seen).max()), tuple(turns))
+        keys, copies = np.empty(bounds[-1], np.int64), np.full((turn.max(), flat.size), -1)
+        keys[own] = np.arange(flat.size)
+        for n in np.flatnonzero(turn):
+            prompt = starts[n - turn[n]] + np.arange(seen[n])
+            copies[turn[n] - 1, prompt] = bounds[n] + np.arange(seen[n])
+            keys[bounds[n] :][: seen[n]] = prompt
+        k, o, c, b = map(torch.from_numpy, (keys, own, copies, bounds.astype(np.int32)))
+        return cls(k, o, c, b, int((sizes + seen).max()))
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "SharedPrompts":
         """Return the same with `change` applied to its tensors."""
@@ -73,7 +65,7 @@ class SharedPrompts:
 
 
 class _Gathered(torch.autograd.Function):
-    """Backward adds the copies of a prompt turn by turn: atomic additions have a random order."""
+    """Backward adds a token's copies in order: atomic additions have a random one."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, shared: SharedPrompts) -> torch.Tensor:
@@ -84,12 +76,12 @@ class _Gathered(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         shared, (grad,) = ctx.shared, grads
         dtype = grad.dtype
-        if len(shared.turns) > 1:  # two numbers round once in any dtype
+        if len(shared.copies) > 1:  # two numbers round once in any dtype
             dtype = torch.promote_types(dtype, torch.float32)
         grad_tokens = grad.index_select(0, shared.own).to(dtype)
-        turns = (x.split(shared.turns) for x in (shared.prompt, shared.copies))
-        for prompt, copies in zip(*turns, strict=True):
-            grad_tokens.index_add_(0, prompt, grad.index_select(0, copies).to(dtype))
+        for keys in shared.copies:
+            copied = grad.index_select(0, keys.clamp(min=0))
+            grad_tokens += copied.masked_fill_((keys < 0)[:, None, None], 0.0)
         return grad_tokens.to(grad.dtype), None
 
 

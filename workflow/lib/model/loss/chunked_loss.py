@@ -360,7 +360,7 @@ class _SummedLoss(torch.autograd.Function):
         # Not by `save_for_backward`: backward scales these results in place and frees them.
         ctx.grad, ctx.head_grads = computed.grad, computed.head_grads
         if teacher is None:
-            return exact_sum(computed.losses)
+            return computed.losses.sum()
         sums = torch.stack([*map(exact_sum, computed.losses.unbind(1))])
         ctx.mark_non_differentiable(sums)
         return teacher.temperature**2 * sums[0] + teacher.sft_weight * sums[1], sums
