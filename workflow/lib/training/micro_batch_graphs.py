@@ -76,13 +76,15 @@ class FixedInputs:
         lengths = dict.fromkeys(("positions", *BY_TOKEN), layout.trained_tokens)
         lengths |= dict.fromkeys(BY_EXAMPLE, layout.documents // 2)
         (more, turns), tokens = layout.copies, layout.rows * layout.row_tokens
-        of_keys = {"keys": tokens + more, "copies": turns, "bounds": layout.documents + 1}
+        key_lengths = {"keys": tokens + more, "copies": turns, "bounds": layout.documents + 1}
         padded = replace(
             like,
             bounds=(like.bounds[0].new_empty(layout.documents + 1), layout.row_tokens),
             documents=_laid_out(like, layout) if layout.capacity else None,
             shared=like.shared
-            and replace(like.shared, longest=2 * layout.row_tokens, **_empty(like.shared, of_keys)),
+            and replace(
+                like.shared, longest=2 * layout.row_tokens, **_empty(like.shared, key_lengths)
+            ),
             **_empty(like, lengths),
         )
         self.batch = padded.each(lambda values: torch.empty_like(values, device=device))
