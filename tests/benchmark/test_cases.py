@@ -66,6 +66,14 @@ def test_unknown_setting_of_a_case_names_the_case(tmp_path):
         run_settings(request, device="cpu")
 
 
+def test_case_names_the_number_of_processes_that_share_rows(tmp_path):
+    case = {"flash": {"settings": {"hardware": {"context_parallel": "auto"}}}}
+    (tmp_path / "cases.yaml").write_text(yaml.safe_dump(case))
+    (request,) = wanted(cases=["flash"], cases_file=str(tmp_path / "cases.yaml"))
+    with pytest.raises(UserError, match=r"context_parallel = 'auto': .* Set it to a number"):
+        run_settings(request, device="cpu")
+
+
 def test_case_that_is_no_mapping_is_refused(tmp_path):
     (tmp_path / "cases.yaml").write_text("flash: 3\n")
     with pytest.raises(UserError, match=r"case flash .*\n  it must be a section"):

@@ -164,7 +164,7 @@ def test_plans_that_preflight_tried_say_why_they_were_not_taken(tmp_path):
     assert "document lengths" not in page  # records of a forecast, not for people
     rows = [row.split("</tr>")[0] for row in page.split("<tr>")]
     (tried,) = [row for row in rows if "3.10 GiB too much" in row]
-    assert '<data value="7">7</data>' in tried
+    assert '<data value="7">7</data> over 2 processes' in tried
     assert '<td class="text">no layers</td>' in tried
     assert '<data value="0.7">70.0 %</data>' in tried
 

@@ -106,3 +106,11 @@ def test_later_plans_follow_what_the_base_keeps(stage):
     record = read_record(stage.output, Preflight)
     assert record.plan.kept == ("v_proj",)
     assert record.bits is None
+
+
+def test_attention_that_is_told_is_that_of_processes_which_share_rows(stage):
+    shared = {"gpus": 0, "cpu_processes": 3, "context_parallel": 3}
+    done = stage.run(hardware=shared)
+    assert done.returncode == 0, done.stderr
+    assert read_record(stage.output, Preflight).plan.attention == "flex"
+    assert "attention: flex (processes share rows, so they exchange heads)" in done.stderr

@@ -178,6 +178,7 @@ def preflight() -> dict[str, Any]:
             tried_plan(micro_batch_size=3, peak_bytes=total),
             tried_plan(
                 micro_batch_size=7,
+                context_parallel=2,
                 activation_checkpointing=False,
                 peak_bytes=2 * total,
                 fits=False,

@@ -239,6 +239,9 @@ def run_settings(request: Request, *, device: str, gpu_model: str | None = None)
     raises `UserError` for an impossible one."""
     sizes, count = request.sizes, request.processes
     sharing = request.settings.get("hardware", {}).get("context_parallel", 1)
+    if sharing == "auto":
+        bound = "a case does not measure the choices of preflight"
+        raise setting_error("hardware.context_parallel", sharing, bound, "Set it to a number")
     document: dict[str, Any] = {
         "data": {"seq_len": sizes.seq_len},
         "lora": {"r": sizes.rank, "alpha": 2 * sizes.rank},

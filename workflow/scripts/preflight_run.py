@@ -149,7 +149,7 @@ def predict(args: argparse.Namespace, planned: PlannedRun) -> None:
         logger.info("%s", summary(result, run=args.run))
         if not by_hand:
             logger.info("more: snakemake --cores 1 preflight")
-    needs = attention_needs(shape)
+    needs = attention_needs(shape).over(result.plan.context_parallel)
     attention = training_attention(settings.model, machine, needs)
     show = logger.debug if args.brief and not by_hand and decision.fits else logger.info
     show("attention: %s (%s)", attention.name, attention.reason)
@@ -264,12 +264,14 @@ def print_longest(args: argparse.Namespace, planned: PlannedRun) -> None:
             "it, or a smaller model."
         )
     logger.info("%s", render(forecast, run=args.run, host_origin=planned.machine.imagined_host))
-    seq_len, speed = forecast.plan.seq_len, forecast.time.tokens_per_s_per_process
+    plan, speed = forecast.plan, forecast.time.tokens_per_s_per_process
     at = "" if speed is None else f", {speed:,.0f} tokens/s per GPU"
+    if plan.context_parallel > 1:
+        at = f" by hardware.context_parallel = {plan.context_parallel}{at}"
     beyond = "the model reads no longer one (model.rope_scaling scales its positions)"
     bound = beyond if answer.shortage is None else f"of a longer one {answer.shortage}"
-    logger.info("the longest row: data.seq_len = %d%s; %s", seq_len, at, bound)
-    logger.info("%s", command_of(args, seq_len=seq_len))
+    logger.info("the longest row: data.seq_len = %d%s; %s", plan.seq_len, at, bound)
+    logger.info("%s", command_of(args, seq_len=plan.seq_len))
 
 
 def print_largest(args: argparse.Namespace, process: RecordingProcess) -> None:

@@ -23,7 +23,7 @@ from workflow.lib.system.files import read_json
 ENTRIES: dict[str, dict[str, Any]] = read_json(SHAPES)
 DESCRIBED: dict[str, Any] = json.loads(gzip.decompress(DESCRIPTIONS.read_bytes()))
 # A small one, and one of each kind: windows by turns, norms behind, a multimodal checkpoint,
-# experts, short convolutions, sinks.
+# experts, short convolutions, sinks, LongRoPE.
 REBUILT = (
     "HuggingFaceTB/SmolLM2-135M",
     "google/gemma-3-270m",
@@ -34,6 +34,7 @@ REBUILT = (
     "allenai/OLMoE-1B-7B-0924",
     "LiquidAI/LFM2-1.2B",
     "openai/gpt-oss-20b",
+    "microsoft/Phi-4-mini-instruct",
 )
 
 
@@ -63,6 +64,11 @@ def test_parameters_are_those_published():
 def test_shipped_description_is_what_building_gives(hub_id):
     built = describe_config(ENTRIES[hub_id]["config"], origin=Path(hub_id))
     assert built == shape_of_document(DESCRIBED[hub_id])
+
+
+def test_description_says_whose_rotary_frequencies_depend_on_lengths():
+    by_length = {name for name, entry in DESCRIBED.items() if entry["rotates_by_length"]}
+    assert by_length == {"microsoft/Phi-4-mini-instruct", "microsoft/Phi-3.5-mini-instruct"}
 
 
 def test_every_shipped_model_is_described_and_every_name_stands_once():

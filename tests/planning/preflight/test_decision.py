@@ -2,7 +2,7 @@
 the document for later stages."""
 
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -46,7 +46,11 @@ def test_smaller_gpu_memory_is_the_capacity_and_is_enforced():
 def test_70b_that_may_not_offload_does_not_fit_and_the_reason_says_what_would():
     decision = decided(llama_70b(), hardware=AS_IT_WAS)
     assert not decision.fits
-    for part in ("of 24.00 GiB of each GPU", "phase backward", "hardware.gpus = 4 (peak"):
+    for part in (
+        "of 24.00 GiB of each GPU",
+        "phase backward",
+        "hardware.context_parallel = 2 (peak",
+    ):
         assert part in decision.reason
     assert len(re.findall(r"\(peak [\d.]+ GiB\)", decision.reason)) <= MOST_REMEDIES
 
@@ -262,3 +266,109 @@ def test_frozen_modules_are_a_remedy():
 def test_replicas_that_do_not_fit_may_become_one():
     options = remedies_of(llama_70b(), setup(processes=4, replicas=2), machine(processes=4))
     assert "hardware.shard_size = auto" in {str(option).split(" (")[0] for option in options}
+
+
+FOUR = machine(processes=4, gpu_names=("NVIDIA GeForce RTX 4090",) * 4, host_bytes=256 * GIB)
+LONG = {"seq_len": 65536}  # tokens that an RTX 4090 does not hold without offloading
+
+
+def over_processes(shape=llama_8b, wanted="auto", data=LONG, hardware=AS_IT_WAS, **sections):
+    """The decision on a row that up to 4 processes may share."""
+    hardware = hardware | {"context_parallel": wanted, "tile_tokens": 0}
+    return decided(shape, FOUR, hardware=hardware, data=data, **sections)
+
+
+def shared(decision):
+    """The processes to a row of each tried plan."""
+    return {candidate.plan.context_parallel for candidate in decision.candidates}
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "processes"), [(8192, 1), (LONG["seq_len"], 2), (2 * LONG["seq_len"], 4)]
+)
+def test_auto_divides_a_row_over_the_fewest_processes_that_fit(seq_len, processes):
+    """And tries no more; each has the plan that the number itself gives."""
+    decision = over_processes(data={"seq_len": seq_len})
+    assert decision.fits
+    assert decision.chosen.plan.context_parallel == max(shared(decision)) == processes
+    assert decision.chosen == over_processes(wanted=processes, data={"seq_len": seq_len}).chosen
+
+
+def test_auto_offloads_before_it_divides_rows():
+    decision = over_processes(hardware={})
+    assert decision.fits
+    assert shared(decision) == {1}
+
+
+def test_row_that_fits_over_no_number_names_what_lacks_least():
+    decision = over_processes(
+        data={"seq_len": 131072}, hardware=AS_IT_WAS | {"gpu_memory_gib": 9.0}
+    )
+    assert not decision.fits
+    assert shared(decision) == {1, 2, 4}
+    assert decision.reason.startswith("micro-batch 1 over 4 processes (recomputation: all 32")
+    assert "hardware.offload_activations = true (peak" in decision.reason
+    assert "hardware.context_parallel" not in decision.reason
+
+
+INDIVISIBLE = {
+    "recurrent": (replace(llama_8b, kinds=(replace(llama_8b.kinds[0], recurrent=True),)), {}),
+    "rotary": (replace(llama_8b, rotates_by_length=True), {}),
+    "one head": (replace(llama_8b, kinds=(replace(llama_8b.kinds[0], num_heads=1),)), {}),
+    "sdpa": (llama_8b, {"attention": "sdpa"}),
+    "dropout": (replace(llama_8b, attention_dropout=0.1), {"attention_dropout": "family"}),
+}
+
+
+@pytest.mark.parametrize("case", INDIVISIBLE)
+@pytest.mark.parametrize("wanted", ["auto", 1])
+def test_rows_that_processes_cannot_share_are_never_divided(case, wanted):
+    """Neither by the search nor by a remedy."""
+    shape, model = INDIVISIBLE[case]
+    decision = over_processes(shape, wanted, model=model)
+    assert not decision.fits
+    assert shared(decision) == {1}
+    assert "data.seq_len = " in decision.reason
+    assert "context_parallel" not in decision.reason
+
+
+@pytest.mark.parametrize(("seq_len", "processes"), [(65536, 2), (131072, 4)])
+def test_remedy_is_the_fewest_processes_to_a_row(seq_len, processes):
+    decision = over_processes(wanted=1, data={"seq_len": seq_len})
+    assert not decision.fits
+    assert f"hardware.context_parallel = {processes} (peak" in decision.reason
+    assert over_processes(wanted=processes, data={"seq_len": seq_len}).fits
+
+
+class Kept(MadeUpMemory):
+    """Keeps all recorded plans."""
+
+    def __init__(self, shape):
+        super().__init__(shape)
+        self.plans = []
+
+    def peaks(self, plans):
+        self.plans += plans
+        return super().peaks(plans)
+
+    def values(self, field, *, above):
+        """A field's values of plans with rows that more than `above` processes share."""
+        return {getattr(x, field) for x in self.plans if x.context_parallel > above}
+
+
+def test_remedy_has_an_attention_that_exchanges_heads():
+    memory = Kept(llama_8b)
+    assert "context_parallel" in over_processes(wanted=1, record=memory).reason
+    assert memory.values("attention", above=0) == {"flash_attention_2", "varlen"}
+    assert memory.values("attention", above=1) == {"varlen"}
+
+
+def test_remedy_leaves_micro_batches_whole():
+    """Two processes share 2 rows of 6, three would share 3, six have all."""
+    memory, train = Kept(llama_8b), {"micro_batch_size": 2, "global_batch_size": 6}
+    settings = AS_IT_WAS | {"context_parallel": 2, "tile_tokens": 0}
+    on = replace(FOUR, processes=6)
+    decision = decided(llama_8b, on, record=memory, hardware=settings, train=train, data=LONG)
+    assert "hardware.context_parallel = 6 (peak" in decision.reason
+    assert memory.values("context_parallel", above=2) == {6}
+    assert memory.values("accumulation_steps", above=2) == {3}

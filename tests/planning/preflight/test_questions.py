@@ -81,6 +81,21 @@ def test_longest_row_names_what_bounds_it(host_gib, words, estimate):
     assert longest(replace(one, shape=short)).shortage is None
 
 
+@pytest.mark.parametrize("estimate", [True, False], ids=["estimate", "recorded"])
+def test_longest_row_is_shared_by_as_many_processes_as_it_needs(estimate):
+    rows = []
+    for wanted in (1, 2, "auto"):
+        run = run_config(hardware={"context_parallel": wanted, "offload_activations": False})
+        one = replace(asked(run=run, gpu_bytes=6 * GIB), estimate=estimate)
+        plan = longest(one).forecast.plan
+        rows.append((plan.seq_len, plan.context_parallel))
+    assert rows[0][0] < rows[1][0]
+    assert rows[1][1] == 2
+    assert rows[2] == rows[1]
+    short = replace(few_layers, max_position_embeddings=4096)
+    assert longest(replace(one, shape=short)).forecast.plan.context_parallel == 1
+
+
 class Concave(MadeUpMemory):
     """Host memory as the root of the length: lines between two lengths say too little."""
 

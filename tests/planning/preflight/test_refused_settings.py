@@ -261,6 +261,7 @@ def changed(**layer):
         ({"size": 32, "gpus": 64, "data": {"seq_len": 16}}, "32: a row has 16 tokens"),
         ({"shape": changed(num_heads=3), "size": 4}, "4: a layer has 3 heads, which the processes"),
         ({"shape": changed(recurrent=True)}, "2: layers of llama keep a state along the tokens"),
+        ({"shape": replace(llama_8b, rotates_by_length=True)}, "2: this model's rotary"),
         (
             {
                 "shape": replace(llama_8b, attention_dropout=0.1),
@@ -269,7 +270,7 @@ def changed(**layer):
             "2: only varlen and flex exchange heads, and flex cannot: it cannot drop attention",
         ),
     ],
-    ids=["shards", "tokens", "heads", "recurrent", "dropout"],
+    ids=["shards", "tokens", "heads", "recurrent", "rotary", "dropout"],
 )  # fmt: skip
 def test_rows_that_processes_cannot_share_are_refused(arguments, said):
     assert sharing(**arguments).startswith(f"hardware.context_parallel = {said}")

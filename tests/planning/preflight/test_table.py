@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.support.plans import make_forecast
+from tests.support.plans import make_forecast, make_plan, tried_plan
 from workflow.lib.planning.preflight.table import WIDTH, render
 
 
@@ -41,3 +41,16 @@ def test_every_column_has_a_head():
     assert terms == ["term", "size", "what it is"]
     assert plans == ["micro-batch", "recomputation", "peak memory", "time, % of chosen", "result"]
     assert facts == ["fact", "value"]
+
+
+def test_processes_that_share_a_row_stand_beside_its_micro_batch():
+    plan = make_plan(processes=4, context_parallel=2)
+    tried = [
+        tried_plan(context_parallel=1, why="0.20 GiB too much", fits=False, relative_time=0.9),
+        tried_plan(context_parallel=2),
+    ]
+    text = render(make_forecast(plan=plan, candidates=tried), run="demo")
+    cells = [line.split("│")[1].strip() for line in text.splitlines() if line.startswith("│")]
+    assert {"1", "1 over 2 processes"} < {*cells}
+    told = " ".join(re.sub("[│┃]", " ", text).split())
+    assert "4 x cpu, micro-batch 1 over 2 processes (hardware.context_parallel) x" in told

@@ -1,6 +1,7 @@
 """Preflight by hand: what is imagined, what is found, and what is refused."""
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -9,13 +10,16 @@ import sys
 import pytest
 
 from tests.support.families import tiny_family
-from tests.support.forked_stage import forked_stage, settings_file
-from tests.support.preflight_examples import TINY, write_checkpoint
+from tests.support.forked_stage import ROOT, forked_stage, settings_file
+from tests.support.preflight_examples import TINY, manifest, write_checkpoint
 from tests.support.refusals import refusal
+from workflow.lib.artifacts.preflight_record import Preflight
+from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.model.describe_model import describe_checkpoint
 from workflow.lib.planning.preflight.what_if import find_shape, machine_by_hand, settings_of
 from workflow.lib.system.errors import UserError
+from workflow.lib.system.files import write_checked_json
 from workflow.lib.system.gpu_models import BY_NAME
 from workflow.scripts.preflight_run import described
 
@@ -221,6 +225,51 @@ def test_search_is_answered_with_a_command_that_gives_the_answer_alone(tiny, sea
     again = ask(*command[3:], "--estimate")
     assert again.returncode == 0, again.stderr
     assert "fits" in again.stderr
+
+
+# Of 49,152 tokens of a tiny model, with nothing to choose but the processes to a row.
+LONG_ROWS = {
+    "train": {"micro_batch_size": 1, "activation_checkpointing": True},
+    "hardware": {
+        "gpu_memory_gib": 2.3, "reshard_after_forward": True, "offload_layers": 0,
+        "offload_activations": False, "tile_tokens": 0, "context_parallel": "auto",
+    },
+}  # fmt: skip
+EVEN = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+EVEN |= {"num_key_value_heads": 2, "max_position_embeddings": 49152}
+
+
+def test_longest_row_names_the_processes_that_share_it(tmp_path):
+    settings = [
+        word
+        for section, values in LONG_ROWS.items()
+        for key, value in values.items()
+        for word in ("--set", f"{section}.{key}={json.dumps(value)}")
+    ]
+    model = ("--model", model_of(tmp_path, **EVEN), "--gpus", "2x4090")
+    answer = ask(*model, "--longest", "--estimate", *settings)
+    assert answer.returncode == 0, answer.stderr
+    assert "data.seq_len = 49152 by hardware.context_parallel = 2, " in answer.stderr
+
+
+def test_rows_of_a_run_on_two_cards_are_divided_where_one_does_not_hold_them(tmp_path):
+    """The driver of tests/fake_driver shows them, to a stage of the workflow."""
+    counts = manifest(seq_len=49152)
+    counts["splits"]["train"]["trained_tokens"] = 37 * 49152
+    write_checked_json(tmp_path / "manifest.json", counts)
+    driver = {"PYTHONPATH": f"{ROOT / 'tests' / 'fake_driver'}", "CUDA_VISIBLE_DEVICES": "1,3"}
+    config = {"data": {"seq_len": 49152}, **LONG_ROWS}
+    config["train"] = config["train"] | {"global_batch_size": 2}
+    done = forked_stage(
+        "preflight_run", environment=os.environ | driver, config=config, run="demo",
+        model=model_of(tmp_path, **EVEN), tokens=tmp_path / "manifest.json",
+        output=tmp_path / "preflight.json", log=tmp_path / "log",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    record = read_record(tmp_path / "preflight.json", Preflight)
+    assert (record.plan.processes, record.plan.context_parallel) == (2, 2)
+    assert record.plan.accumulation_steps == 2
+    assert [tried.choice["context_parallel"] for tried in record.candidates] == [1, 2]
 
 
 def test_bare_config_gives_the_shape_of_its_checkpoint(tmp_path):

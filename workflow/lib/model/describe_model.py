@@ -42,6 +42,7 @@ from workflow.lib.model.description import RECORDER, described_layers, recorded_
 from workflow.lib.model.experts.router_balance import family_coefficient
 from workflow.lib.model.host_embedding import other_tables
 from workflow.lib.model.kernel_packages import compute_by_torch_code
+from workflow.lib.model.layers.rotary_by_document import rotates_by_length
 from workflow.lib.model.loss.tried_head import tried_head
 from workflow.lib.model.nf4_model import say_quantized_
 from workflow.lib.system.errors import UserError
@@ -261,7 +262,8 @@ def _shape(model: PreTrainedModel, *, dtype: str) -> ModelShape:
     types = getattr(config, "layer_types", None) or []
     paths = _paths(model)
     _check_own_weights(model, layers=paths["layers"])
-    layers = recorded_layers(model)
+    by_length = any(map(rotates_by_length, model.modules()))
+    layers = recorded_layers(model)  # replaces rotary embeddings
     if any(calls.hidden_dims != 3 for calls in layers):
         raise UserError(
             "its decoder layers take several streams of hidden states, which is not supported. "
@@ -285,6 +287,7 @@ def _shape(model: PreTrainedModel, *, dtype: str) -> ModelShape:
         attention_dropout=attention_dropout(config.to_dict()),
         router_aux_loss_coef=family_coefficient(model),
         masked=any(RECORDER not in x.arguments for calls in layers for x in calls.attended),
+        rotates_by_length=by_length,
     )
 
 

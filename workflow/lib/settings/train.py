@@ -12,6 +12,7 @@ from workflow.lib.settings.section_base import Affects, Name, Section, Share, la
 
 Rank = Annotated[int, Field(ge=1, le=1024)]
 CALIBRATING = ("calibrated", "auto")
+MOST_SHARERS = 64  # processes to a row
 ALL_LINEARS = (".+",)  # as an expression of `quantize.keep`
 BITS = Affects(stages=("quantize_base", "preflight_run", "write_card"))
 CALIBRATED_ONLY = Affects(stages=BITS.stages, needs=("method", *CALIBRATING))
@@ -515,9 +516,9 @@ class HardwareConfig(Section):
     shard_size: Annotated[int, Field(ge=2)] | Literal["auto"] = "auto"
     """Processes that share one copy of the model, a divisor of all; several groups are replicas
     (HSDP). `auto` = all processes."""
-    context_parallel: int = Field(1, ge=1, le=64)
+    context_parallel: Annotated[int, Field(ge=1, le=MOST_SHARERS)] | Literal["auto"] = 1
     """Neighbouring processes that share the tokens of each row: a divisor of `shard_size`, at most
-    the model's heads."""
+    the model's heads. `auto` = the fewest with which the run fits."""
     price_per_gpu_hour: float | None = Field(None, gt=0.0, le=1e6)
     """Price of a GPU hour in any currency, for the predicted cost; null = no cost is shown."""
     offload_activations: bool | Layers | Literal["auto"] = "auto"

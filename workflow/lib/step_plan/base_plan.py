@@ -73,6 +73,11 @@ class BasePlan:
         return self.micro_batch_size * self.slice_tokens
 
     @property
+    def sharers(self) -> str:
+        """The processes that share a row, to follow the rows of a micro-batch in words."""
+        return f" over {self.context_parallel} processes" if self.context_parallel > 1 else ""
+
+    @property
     def slice_tokens(self) -> int:
         """Tokens of a row that a process has."""
         return -(-self.seq_len // self.context_parallel)

@@ -134,6 +134,8 @@ class ModelShape:
     source_dtype: str  # type of the linears in the checkpoint, as safetensors calls it
     attention_dropout: float = 0.0  # share of attention weights that training drops
     masked: bool = False  # its attention separates documents by the mask alone
+    rotates_by_length: bool = False
+    """Rotary frequencies depend on the lengths of documents (LongRoPE, dynamic NTK)."""
     other_linears: tuple[Linear, ...] = ()
     """Linears of the decoder outside of its layers, with their paths in the model."""
     other_tables: tuple[tuple[str, tuple[int, int]], ...] = ()

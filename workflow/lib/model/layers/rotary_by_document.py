@@ -100,11 +100,16 @@ class RotaryByDocument(nn.Module):
 def rotate_by_document_(model: PreTrainedModel) -> None:
     """Replace every rotary embedding that depends on lengths by a `RotaryByDocument`."""
     for path, module in list(model.named_modules()):
-        kinds: Any = getattr(module, "rope_type", None)
-        several = kinds.values() if isinstance(kinds, dict) else [kinds]
-        if any(kind in (LONGROPE, DYNAMIC) for kind in several):
+        if rotates_by_length(module):
             parent, _, name = path.rpartition(".")
             setattr(model.get_submodule(parent), name, RotaryByDocument(module))
+
+
+def rotates_by_length(module: nn.Module) -> bool:
+    """Whether a module is a rotary embedding that depends on lengths."""
+    kinds: Any = getattr(module, "rope_type", None)
+    several = kinds.values() if isinstance(kinds, dict) else [kinds]
+    return any(kind in (LONGROPE, DYNAMIC) for kind in several)
 
 
 def changes_beyond(rotary: Any, layer_type: str | None = None) -> tuple[str, int | None]:

@@ -61,6 +61,7 @@ NEAREST = (
     "train.micro_batch_size",
     *(option.setting for option in TABLE if not option.rounds),
     "hardware.shard_size",
+    "hardware.context_parallel",
     "hardware.gpus",
     "hardware.cpu_processes",
     *(option.setting for option in TABLE if option.rounds),
@@ -131,7 +132,7 @@ def remedies(planned: PlannedRun, plan: StepPlan, *, before: Peaks, most: int) -
 
 def _size(plan: StepPlan) -> float:
     """The number with which peaks grow, almost linearly, among plans with one difference."""
-    rows = plan.micro_batch_size + plan.seq_len
+    rows = plan.micro_batch_size + plan.slice_tokens
     return rows + plan.rank + 1 / plan.processes - plan.offload_layers
 
 
@@ -159,6 +160,20 @@ def _options(planned: PlannedRun, plan: StepPlan) -> Iterator[list[Option]]:
     yield from (_option_remedies(option, plan, where) for option in TABLE)
     lengths = _halves(plan.seq_len, SHORTEST_ROW)
     yield [(f"data.seq_len = {n} (tokenizes again)", replace(plan, seq_len=n)) for n in lengths]
+    yield [
+        (
+            f"hardware.context_parallel = {wide.context_parallel}",
+            replace(
+                plan,
+                context_parallel=wide.context_parallel,
+                attention=wide.attention,
+                accumulation_steps=wide.accumulation_steps // plan.micro_batch_size,
+            ),
+        )
+        for _, wide in planned.wider()
+        if wide.context_parallel > plan.context_parallel
+        and wide.accumulation_steps % plan.micro_batch_size == 0
+    ]
     processes = "hardware.gpus" if machine.device == "cuda" else "hardware.cpu_processes"
     yield [
         (f"{processes} = {p // machine.nodes}", replace(plan, processes=p))
@@ -267,9 +282,34 @@ class Decision:
 
 
 def decide(planned: PlannedRun, *, advise: bool = True) -> Decision:
-    """Choose the plan and return whether the run fits memory and disk. advise: also name changes
-    that would fit. Raises `UserError` if a setting cannot work here, or is open for a model that
-    cannot be recorded."""
+    """Choose the plan and return whether the run fits memory and disk: of `context_parallel: auto`
+    the smallest number with which it fits memory. advise: also name changes that would fit. Raises
+    `UserError` if a setting cannot work here, or is open for a model that cannot be recorded."""
+    runs = [planned]
+    if planned.settings.hardware.context_parallel == "auto":
+        runs = [planned.with_rows_over(1), *(wide for wide, _ in planned.wider())]
+    decisions = list[Decision]()
+    for run in runs:
+        decisions.append(_searched(run))
+        if decisions[-1].chosen.fits:
+            break
+    best = min(decisions, key=_shortage)
+    reason, chosen = best.reason, best.chosen
+    if advise and chosen.lacking_bytes > 0:
+        run = planned.with_rows_over(chosen.plan.context_parallel)
+        reason += f". {_advice(run, chosen)}"
+    options = [candidate for decision in decisions for candidate in decision.candidates]
+    return replace(best, reason=reason, candidates=options)
+
+
+def _shortage(decision: Decision) -> tuple[bool, bool, int]:
+    """The order of decisions, one that fits first, then the one that lacks least."""
+    chosen = decision.chosen
+    return not chosen.fits, chosen.lacking_host_bytes > 0, chosen.peak_bytes
+
+
+def _searched(planned: PlannedRun) -> Decision:
+    """Decide as `decide` does, without advice, by rows of one `context_parallel`."""
     run, shape, machine = planned.settings, planned.shape, planned.machine
     tokens, record = planned.tokens, planned.record
     limits = budget(run.hardware, machine)
@@ -320,8 +360,6 @@ def decide(planned: PlannedRun, *, advise: bool = True) -> Decision:
     reason = None
     if chosen.lacking_bytes > 0:
         reason = _reason(chosen, limits, shape, machine)
-        if advise:
-            reason += f". {_advice(planned, chosen)}"
     reason = reason or _host_lack(chosen, limits, machine)
     reason = reason or _disk_lack(disk["checkpoints"] + disk["adapter"], planned.disk_free_bytes)
     return Decision(
@@ -396,9 +434,9 @@ def _reason(chosen: Candidate, limits: Budget, shape: ModelShape, machine: Machi
     unsure = "" if chosen.replayed else ", estimated and not confirmed by a recording"
     recomputation = in_words(chosen.plan, shape.num_layers)["recomputation"]
     return (
-        f"micro-batch {chosen.micro_batch_size} (recomputation: {recomputation}) needs "
-        f"{needed / GIB:.2f} of {limits.capacity_bytes / GIB:.2f} GiB of each {kind} (phase "
-        f"{chosen.peaks.peak_phase}{unsure})"
+        f"micro-batch {chosen.micro_batch_size}{chosen.plan.sharers} (recomputation: "
+        f"{recomputation}) needs {needed / GIB:.2f} of {limits.capacity_bytes / GIB:.2f} GiB of "
+        f"each {kind} (phase {chosen.peaks.peak_phase}{unsure})"
     )
 
 

@@ -99,7 +99,8 @@ def _followed_plan(decision: Decision, planned: PlannedRun) -> StepPlan:
 
 
 def _tried_plan(candidate: Candidate, chosen: Candidate) -> TriedPlan:
-    searched = ["micro_batch_size", "accumulation_steps", *(x.field for x in TABLE if x.searched)]
+    searched = ["micro_batch_size", "accumulation_steps", "context_parallel"]
+    searched += [option.field for option in TABLE if option.searched]
     return TriedPlan(
         choice={name: getattr(candidate.plan, name) for name in searched},
         host_bytes=candidate.host_bytes,

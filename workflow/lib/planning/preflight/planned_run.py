@@ -1,16 +1,23 @@
 """A run on a machine, as preflight asks about it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.planning.machine import Machine
 from workflow.lib.planning.preflight.budget import budget, certain_lack
-from workflow.lib.planning.preflight.planning_inputs import plan_from_settings
+from workflow.lib.planning.preflight.planning_inputs import (
+    divisors,
+    plan_from_settings,
+    shard_size,
+)
 from workflow.lib.planning.preflight.replay_check import Recorder
 from workflow.lib.planning.token_counts import TokenCounts
 from workflow.lib.settings.config import RunConfig
+from workflow.lib.settings.train import MOST_SHARERS
+from workflow.lib.step_plan.plan import StepPlan
+from workflow.lib.system.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,23 @@ class PlannedRun:
         if self.settings.train.micro_batch_size != "auto":
             return self
         return self._changed("train", micro_batch_size=1)
+
+    def with_rows_over(self, context_parallel: int) -> "PlannedRun":
+        """Return the same run with rows that so many processes share."""
+        return self._changed("hardware", context_parallel=context_parallel)
+
+    def wider(self) -> Iterator[tuple["PlannedRun", StepPlan]]:
+        """Yield the run with rows that 2 or more processes share, the fewest first, as far as no
+        check refuses it, with its plan before the search."""
+        processes = self.machine.processes
+        for number in divisors(shard_size(self.settings.hardware.shard_size, processes=processes)):
+            if 1 < number <= MOST_SHARERS:
+                run = self.with_rows_over(number)
+                try:
+                    plan = plan_from_settings(run.settings, run.shape, run.machine)
+                except UserError:  # more processes have the same obstacle
+                    return
+                yield run, plan
 
     def too_large(self) -> str | None:
         """Why no plan can fit, without a recording; None if one might."""

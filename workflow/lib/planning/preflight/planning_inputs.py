@@ -67,9 +67,10 @@ def shard_size(wanted: int | str, *, processes: int) -> int:
 
 
 def context_parallel(hardware: HardwareConfig, *, processes: int) -> int:
-    """Return how many processes share a row; raises `UserError` unless they divide those that share
-    a copy of the model."""
-    size, shards = hardware.context_parallel, shard_size(hardware.shard_size, processes=processes)
+    """Return how many processes share a row, of `auto` the first number that the search tries;
+    raises `UserError` unless they divide those that share a copy of the model."""
+    wanted, shards = hardware.context_parallel, shard_size(hardware.shard_size, processes=processes)
+    size = 1 if wanted == "auto" else wanted
     if shards % size:
         raise setting_error(
             "hardware.context_parallel",
@@ -80,12 +81,12 @@ def context_parallel(hardware: HardwareConfig, *, processes: int) -> int:
     return size
 
 
-def check_slices(run: RunConfig, shape: ModelShape, attention: str) -> None:
-    """Raise `UserError` if processes cannot share rows of this length, or of this model by this
-    attention."""
-    size, seq_len = run.hardware.context_parallel, run.data.seq_len
+def check_slices(run: RunConfig, shape: ModelShape, attention: str, *, size: int) -> None:
+    """Raise `UserError` if `size` processes cannot share rows of this length, or of this model by
+    this attention."""
     if size == 1:
         return
+    seq_len = run.data.seq_len
     heads = min((kind.num_heads for kind in shape.kinds if kind.attention != "none"), default=0)
     flex_obstacle = attention_needs(shape).with_dropout(run.model.attention_dropout).flex_obstacle()
     lower, never = "Set it to that or below", "Set it to 1"
@@ -94,6 +95,11 @@ def check_slices(run: RunConfig, shape: ModelShape, attention: str) -> None:
         (
             any(kind.recurrent for kind in shape.kinds),
             f"layers of {shape.family} keep a state along the tokens of a row",
+            never,
+        ),
+        (
+            shape.rotates_by_length,
+            "this model's rotary frequencies depend on the lengths of documents",
             never,
         ),
         (
@@ -225,7 +231,7 @@ def plan_from_settings(run: RunConfig, shape: ModelShape, machine: Machine) -> S
     sharing = context_parallel(run.hardware, processes=machine.processes)
     needs = attention_needs(shape).over(sharing)
     attention = training_attention(run.model, machine, needs).name
-    check_slices(run, shape, attention)
+    check_slices(run, shape, attention, size=sharing)
     plan = StepPlan(
         device=machine.device,
         processes=machine.processes,
@@ -277,13 +283,14 @@ def wanted(run: RunConfig, option: MemoryOption) -> Value:
 def circumstances(run: RunConfig, shape: ModelShape, machine: Machine) -> Circumstances:
     """Return a machine's, a model's and a run's facts for memory options."""
     gated = run.train.fused_layers and any(kind.has_gated_feed_forward for kind in shape.kinds)
+    sharing = context_parallel(run.hardware, processes=machine.processes)
     return Circumstances(
         cuda=machine.device == "cuda",
         processes=machine.processes,
         num_layers=shape.num_layers,
         tied_embeddings=shape.tied_embeddings,
         embedding=shape.embedding,
-        seq_len=-(-run.data.seq_len // run.hardware.context_parallel),
+        seq_len=-(-run.data.seq_len // sharing),
         tileable=gated or any(kind.top_k for kind in shape.kinds),
     )
 

@@ -71,9 +71,8 @@ def _plans(forecast: Forecast) -> Table:
         plan = tried.plan(forecast.plan)
         chosen = (in_words(plan, forecast.num_layers)[title] for title in columns)
         relative = f"{100 * tried.relative_time:.1f}"
-        table.add_row(
-            str(plan.micro_batch_size), *chosen, _size(tried.peak_bytes), relative, tried.why
-        )
+        rows = f"{plan.micro_batch_size}{plan.sharers}"
+        table.add_row(rows, *chosen, _size(tried.peak_bytes), relative, tried.why)
     return table
 
 
@@ -106,7 +105,8 @@ def summary(forecast: Forecast, *, run: str) -> str:
 def _facts(forecast: Forecast, *, host_origin: str | None) -> dict[str, str]:
     """All other facts in words."""
     plan, time = forecast.plan, forecast.time
-    sharing = f", {plan.context_parallel} to a row" if plan.context_parallel > 1 else ""
+    rows = f"{plan.micro_batch_size}{plan.sharers}"
+    rows += " (hardware.context_parallel)" if plan.sharers else ""
     parts = [f"{title}: {words}" for title, words in in_words(plan, forecast.num_layers).items()]
     phases = forecast.phases.items()
     host = _size(forecast.host_bytes)
@@ -118,7 +118,7 @@ def _facts(forecast: Forecast, *, host_origin: str | None) -> dict[str, str]:
         disk += f"; free {_size(forecast.disk_free_bytes)}"
     return {
         "verdict": spoken(forecast.verdict),
-        "plan": f"{plan.processes} x {plan.device}{sharing}, micro-batch {plan.micro_batch_size} x "
+        "plan": f"{plan.processes} x {plan.device}, micro-batch {rows} x "
         f"accumulation {plan.accumulation_steps}, {plan.num_steps} steps, {plan.compute_dtype}; "
         f"{'; '.join(parts)}",
         "phases": ", ".join(f"{name} {_size(size)}" for name, size in phases),
