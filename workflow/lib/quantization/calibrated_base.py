@@ -278,12 +278,6 @@ def _batches(
     ]
 
 
-def document_batch(ids: np.ndarray, counted: torch.Tensor, device: torch.device) -> Batch:
-    """Return a document (tokens,) as a batch of its own; counted: bool (tokens,)."""
-    (batch,) = _batches(np.asarray(ids).reshape(1, -1), None, device, size=1)
-    return replace(batch, counted=counted.reshape(1, -1).to(device))
-
-
 def measured_batches(
     store: TokenStore, *, device: torch.device, eager_heads: int = 0
 ) -> list[Batch]:
@@ -293,12 +287,8 @@ def measured_batches(
     chosen = choose_documents(documents, at_most=MEASURED_DOCUMENTS, seed=SEED)
     longest = max(1, MEASURED_TOKENS // max(1, len(chosen)))
     longest = min(longest, math.isqrt(SCORES // max(1, eager_heads)))
-    batches = []
-    for ids, mask in (documents[number] for number in chosen):
-        counted = torch.from_numpy(np.array(mask[:longest]))
-        if counted.any():
-            batches.append(document_batch(ids[:longest], counted, device))
-    return batches
+    cut = ([part[:longest] for part in documents[number]] for number in chosen)
+    return [Batch.from_document(ids, mask, device) for ids, mask in cut if np.any(mask)]
 
 
 # fp32 matrices of (in, in) at a time: correlation, inverse, and its factor.

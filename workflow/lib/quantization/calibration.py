@@ -224,7 +224,11 @@ class Calibration:
         with self._stream.loaded(number) as layer:
             prefix = self._stream.prefixes[number]
             parts = quantized_modules(layer, self._paths, prefix=prefix)
-            originals = [(weight, _put_aside(weight)) for weight in _weights(parts)]
+            originals = [
+                (weight, _put_aside(weight))
+                for path, part in parts.items()
+                for weight in weights_of(part, f"{prefix}.{path}", self._paths).values()
+            ]
             self._run(number, hidden, ORIGINAL)
             result = QuantizedLayer()
             for group in groups_by_input(parts, self._runs(number, hidden)[0][0]):
@@ -342,8 +346,7 @@ def document_losses(
     """Return the summed loss of the counted tokens of each batch, a document each."""
     losses = []
     for number, (batch, states) in enumerate(zip(batches, hidden, strict=True)):
-        assert batch.counted is not None, "measured documents say what is predicted"
-        targets = batch.counted[0, 1:].nonzero().flatten() + 1
+        targets = batch.targets
         total = torch.zeros((), dtype=torch.float64)
         for start in range(0, len(targets), LOGITS_AT_ONCE):
             tokens = slice(start, start + LOGITS_AT_ONCE)
@@ -371,12 +374,12 @@ def quantized_modules(
     }
 
 
-def _weights(parts: dict[str, nn.Module]) -> Iterator[torch.Tensor]:
-    for part in parts.values():
-        if isinstance(part, nn.Linear):
-            yield part.weight
-        else:
-            yield from (stack.weights for stack in loaded_stacks(part).values())
+def weights_of(part: nn.Module, path: str, paths: Collection[str]) -> dict[str, nn.Parameter]:
+    """Return the weights of a linear, or of experts, that are in `paths`, by path."""
+    if isinstance(part, nn.Linear):
+        return {path: part.get_parameter("weight")}
+    stacks = {f"{path}.{name}": part.get_parameter(name) for name in matmul_names(part)}
+    return {name: weight for name, weight in stacks.items() if name in paths}
 
 
 def _put_aside(weight: torch.Tensor) -> torch.Tensor:

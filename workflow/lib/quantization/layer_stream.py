@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -162,6 +163,19 @@ class Batch:
     """bool, shape (rows, tokens): the calibration tokens. None: all."""
     beside: dict[int, LayerCarry] = field(default_factory=lambda: {0: LayerCarry()})
     """A layer's inputs besides hidden states, by its number; of one layer, or of two."""
+
+    @classmethod
+    def from_document(cls, ids: np.ndarray, counted: np.ndarray, device: torch.device) -> "Batch":
+        """Return a document (tokens,) as a batch of its own; counted: bool (tokens,)."""
+        parts = (np.array(ids, dtype=np.int64), np.array(counted, dtype=bool))
+        tokens, mask = (torch.from_numpy(part[None]).to(device) for part in parts)
+        return cls(tokens, None, counted=mask)
+
+    @property
+    def targets(self) -> torch.Tensor:
+        """Columns of the counted tokens of a document, (n,): the first is predicted by none."""
+        assert self.counted is not None, "measured documents say what is predicted"
+        return self.counted[0, 1:].nonzero().flatten() + 1
 
     @property
     def positions(self) -> torch.Tensor:

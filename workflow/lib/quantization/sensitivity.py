@@ -17,14 +17,14 @@ import torch
 from torch import nn
 
 from workflow.lib.checkpoints.checkpoint import Checkpoint
-from workflow.lib.checkpoints.expert_stacks import matmul_names
 from workflow.lib.data.tokens.token_store import Document, TokenStore
-from workflow.lib.quantization.calibrated_base import document_batch, drawn_rows, text_rows
+from workflow.lib.quantization.calibrated_base import drawn_rows, text_rows
 from workflow.lib.quantization.calibration import (
     LOGITS_AT_ONCE,
     document_losses,
     put_absmax_,
     quantized_modules,
+    weights_of,
 )
 from workflow.lib.quantization.layer_stream import Batch, LayerCarry, LayerStream
 from workflow.lib.settings.config import QuantizeConfig
@@ -57,8 +57,7 @@ def own_texts(
     texts = {TRAINING: [_row(store, x, device) for x in drawn_rows(store.num_rows, count=count)]}
     if settings.calibration_text is not None:
         rows = text_rows(settings.calibration_text, model, tokens=OWN_TOKENS, width=store.seq_len)
-        every = torch.ones(rows.shape[1], dtype=torch.bool)
-        texts[TEXT] = [document_batch(row, every, device) for row in rows]
+        texts[TEXT] = [Batch.from_document(row, np.ones(len(row), bool), device) for row in rows]
     return texts
 
 
@@ -68,14 +67,12 @@ def other_texts(
     """Return documents as batches by their kind."""
     texts: dict[str, list[Batch]] = {}
     for (ids, mask), kind in zip(documents, kinds, strict=True):
-        counted = torch.from_numpy(np.array(mask, dtype=bool))
-        texts.setdefault(kind, []).append(document_batch(np.asarray(ids), counted, device))
+        texts.setdefault(kind, []).append(Batch.from_document(ids, mask, device))
     return texts
 
 
 def _row(store: TokenStore, number: int, device: torch.device) -> Batch:
-    counted = torch.from_numpy(np.array(store.loss_mask[number]))
-    batch = document_batch(store.input_ids[number], counted, device)
+    batch = Batch.from_document(store.input_ids[number], store.loss_mask[number], device)
     positions = torch.from_numpy(store.position_ids[number].astype(np.int64))
     return replace(batch, position_ids=positions.reshape(1, -1).to(device))
 
@@ -120,7 +117,7 @@ def measured_costs(
 
 def predicted_tokens(texts: Texts) -> dict[str, int]:
     """Return the predicted tokens by kind of text."""
-    return {kind: sum(len(_targets(batch)) for batch in rows) for kind, rows in texts.items()}
+    return {kind: sum(len(batch.targets) for batch in rows) for kind, rows in texts.items()}
 
 
 _Inputs = list[list[tuple[torch.Tensor, dict[int, LayerCarry]]]]
@@ -163,16 +160,11 @@ def _forward(
     return inputs, hidden, [after - before for before, after in both]
 
 
-def _targets(batch: Batch) -> torch.Tensor:
-    assert batch.counted is not None, "the rows say what is predicted"
-    return batch.counted[0, 1:].nonzero().flatten() + 1
-
-
 def _loss_grad(stream: LayerStream, batch: Batch, states: torch.Tensor) -> torch.Tensor:
     """Return the gradient of a row's summed loss for its last states, in host memory."""
     states = states.to(batch.input_ids.device).requires_grad_()
     total = torch.zeros_like(states)
-    for part in _targets(batch).split(LOGITS_AT_ONCE):
+    for part in batch.targets.split(LOGITS_AT_ONCE):
         logits = stream.logits(batch, states, part - 1, grad=True)[0].float()
         loss = nn.functional.cross_entropy(logits, batch.input_ids[0, part], reduction="sum")
         total += torch.autograd.grad(loss, states)[0]
@@ -195,7 +187,7 @@ class _LayerBackward:
         self._changes: dict[str, torch.Tensor] = {}
         prefix = stream.prefixes[number]
         for path, part in quantized_modules(layer, paths, prefix=prefix).items():
-            weights = _weights_of(part, f"{prefix}.{path}", paths)
+            weights = weights_of(part, f"{prefix}.{path}", paths)
             originals = {name: weight.detach().clone() for name, weight in weights.items()}
             with torch.no_grad():
                 put_absmax_(part, settings, path=f"{prefix}.{path}", paths=paths)
@@ -221,11 +213,3 @@ class _LayerBackward:
             if x is not None
         }
         return own.cpu(), squares
-
-
-def _weights_of(part: nn.Module, path: str, paths: Collection[str]) -> dict[str, nn.Parameter]:
-    """Return the weights of a linear, or of experts, that are in `paths`, by path."""
-    if isinstance(part, nn.Linear):
-        return {path: part.get_parameter("weight")}
-    stacks = {f"{path}.{name}": part.get_parameter(name) for name in matmul_names(part)}
-    return {name: weight for name, weight in stacks.items() if name in paths}

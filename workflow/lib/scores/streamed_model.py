@@ -6,9 +6,9 @@ are measured with such a model."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from workflow.lib.checkpoints.checkpoint import Checkpoint
@@ -25,21 +25,17 @@ DOCUMENTS_AT_ONCE = 512
 LOGITS_AT_ONCE = 1024  # positions
 
 
+@dataclass
 class StreamedModel:
     """A model that is read layer by layer at each `losses`; moved: called by document and layer."""
 
-    def __init__(
-        self,
-        source: Checkpoint,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        attention: str | None = None,
-    ) -> None:
-        """attention: the implementation; None: stock Transformers' for the family."""
-        self._source, self._device, self._dtype = source, device, dtype
-        self._attention = attention
-        self.moved: Callable[[], None] = lambda: None
+    source: Checkpoint
+    _: KW_ONLY
+    device: torch.device
+    dtype: torch.dtype
+    attention: str | None = None
+    """The implementation; None: stock Transformers' for the family."""
+    moved: Callable[[], None] = lambda: None
 
     def losses(
         self, documents: Sequence[Document], objective: SummedLoss | None = None
@@ -57,7 +53,7 @@ class StreamedModel:
     def _losses(
         self, documents: Sequence[Document], objective: SummedLoss | None
     ) -> list[HeldoutSums]:
-        batches = [self._batch(document) for document in documents]
+        batches = [Batch.from_document(*document, self.device) for document in documents]
         with self.stream() as stream:
             with Progress("loss of texts", total=len(stream.layers), unit="layers") as progress:
                 hidden = through_layers(
@@ -73,18 +69,14 @@ class StreamedModel:
     @contextmanager
     def stream(self) -> Iterator[LayerStream]:
         """Open the model's files; tensors outside of its layers are read at once."""
-        with self._source.weights() as reader:
+        with self.source.weights() as reader:
             yield LayerStream(
-                self._source,
+                self.source,
                 reader,
-                device=self._device,
-                dtype=self._dtype,
-                attention=self._attention,
+                device=self.device,
+                dtype=self.dtype,
+                attention=self.attention,
             )
-
-    def _batch(self, document: Document) -> Batch:
-        ids, mask = (torch.from_numpy(np.array(part)[None]) for part in document)
-        return Batch(ids.long().to(self._device), None, counted=mask.to(self._device))
 
 
 def _from(start: int, objective: SummedLoss) -> SummedLoss:
