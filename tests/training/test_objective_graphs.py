@@ -30,6 +30,8 @@ def run(training, world, kind, graphed):
     of = config.train.objective, config.preferences, config.distill, config.grpo
     training.objective, training.shares_prompts = objective_of(*of), SHARED in extras
     training.reference = StartReference(training) if START in extras else None
+    if name.startswith("grpo"):  # padding is of a micro-batch's first document
+        store.loss_mask[(store.position_ids == 0).cumsum(axis=1) == 1] = False
     if training.shares_prompts:
         store = prompted_rows(store.examples)
         train = config.train.model_copy(update={"global_batch_size": len(PROMPTED)})
