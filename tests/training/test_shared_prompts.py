@@ -4,9 +4,14 @@ import pytest
 import torch
 
 from tests.objectives.test_objective import build, configured, one_step
+from tests.support.captures import ALONE
 from tests.support.distributed import run_in_group
+from tests.support.models import adapted
 from tests.support.scored_rows import PROMPTED, prompted_rows
+from tests.support.training_loops import settings
+from workflow.benchmark.random_pairs import pair_rows, random_pairs
 from workflow.lib.objectives.from_settings import objective_of
+from workflow.lib.training.loop import Trainer, make_optimizer
 from workflow.lib.training.startup_checks import check_shared_prompts
 
 # Examples, and the tokens that are left of the first row.
@@ -30,6 +35,18 @@ def survey(world, base):
                 step = one_step(model, config, world, rows, store=store)
                 found.setdefault((name, shares), []).append(step)
     return found
+
+
+def test_rows_with_shared_prompts_have_few_lengths(base):
+    """Each is a shape with CUDA graphs of its own: at most 16, in blocks of 64 tokens."""
+    training, config = adapted(base, r=4), settings()
+    training.shares_prompts = True
+    store = pair_rows(random_pairs(300, seq_len=2048, vocab_size=97), seq_len=2048)
+    optimizer = make_optimizer(training, config.train)
+    batches = Trainer.over(training, optimizer, store, config.train, 1, ALONE).batches
+    lengths = {group.row_tokens for step in range(40) for group in batches.rows(step).groups}
+    assert len(lengths) > 4
+    assert {length % 128 for length in lengths} == {0}
 
 
 # With two processes the embedding's rows are exchanged, equally many.
