@@ -34,6 +34,8 @@ KINDS = {
     "embedding on the host": {"offload_embedding": True},
     "kept on the host": STASHED,
     "inputs of recomputed layers on the host": STASHED | {"dropout": 0.1},
+    "attention of recomputed layers kept": {"keep_attention": True, "dropout": 0.1},
+    "the same on the host": STASHED | {"keep_attention": True, "dropout": 0.1},
     "all is on the device still when forward ends": STAYING,
     "nothing is large enough to leave": TOO_SMALL,
     "DoRA": {"use_dora": True},

@@ -1,4 +1,4 @@
-"""Tiles of tokens, and attention by groups of heads, on a GPU."""
+"""Tiles of tokens, attention by groups of heads and its kept results, on a GPU."""
 
 import pytest
 import torch
@@ -17,6 +17,21 @@ def test_tiles_train_the_run_of_whole_rows(tiny_base, enough_gpus, processes, at
     }  # fmt: skip
     whole, tiled = (trained(tiny_base, **options, tile_tokens=tokens) for tokens in (0, 7))
     assert_alike(tiled, whole, dtype=torch.bfloat16)
+
+
+OFFLOADED = {"offload_activations": True, "offload_window_bytes": 2**15}
+
+
+@pytest.mark.parametrize("processes", [1, 2], ids=lambda n: f"{n} GPUs")
+@pytest.mark.parametrize(
+    "levers", [{}, OFFLOADED, {"tile_tokens": 7}], ids=["plain", "offloaded", "tiles"]
+)
+def test_recomputed_layers_that_keep_attention_train_the_same_run(
+    tiny_base, enough_gpus, processes, levers
+):
+    options = {"processes": processes, "dtype": torch.bfloat16, "attention": "varlen", **levers}
+    again, kept = (trained(tiny_base, **options, keep_attention=x) for x in (False, True))
+    assert_alike(kept, again, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("bounds", [(0, 512, 1024), (0, 70, 1000, 1024)], ids=["equal", "packed"])

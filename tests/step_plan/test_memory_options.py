@@ -58,6 +58,20 @@ def test_tiles_are_tried_for_long_rows_of_models_that_have_such_modules():
         tiles.settled(512, setup(), long._replace(tileable=False))
 
 
+def test_attention_is_kept_in_recomputed_layers_of_long_rows_where_its_results_are_known():
+    kept, long = ROWS["keep_attention"], GPUS._replace(seq_len=16_384)
+    assert kept.open_values("auto", long) == (False, True)
+    assert kept.open_values("auto", GPUS) == ()
+    assert kept.settled(True, setup(), long) is True
+    with pytest.raises(UserError, match=r"train\.keep_attention = true: model\.attention is flex"):
+        kept.settled(True, setup(attention="flex"), long)
+    plan = setup(keep_attention=True)
+    assert not kept.needless(plan)
+    for changes in ({"activation_checkpointing": False}, {"attention": "flex"}):
+        assert kept.needless(replace(plan, **changes))
+    assert in_words(plan, 36)["recomputation"] == "all 36 layers, without attention"
+
+
 def test_option_that_another_forbids_names_both_settings():
     trained = setup(trains_embedding=True)
     with pytest.raises(UserError, match=r"offload_embedding = true: lora\.modules_to_save"):

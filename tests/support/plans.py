@@ -11,6 +11,7 @@ PLANNED = {
     "accumulation_steps",
     "replicas",
     "activation_checkpointing",
+    "keep_attention",
     "reshard_after_forward",
     "offload_activations",
     "offload_window_bytes",

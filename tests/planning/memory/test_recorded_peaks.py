@@ -32,7 +32,7 @@ def straight(plan):
         - 200 * plan.offload_layers
         + (500 - 20 * plan.offload_layers) * (not plan.reshard_after_forward)
     )
-    workspace = rows * (300 if plan.tile_tokens else 900)
+    workspace = rows * (300 if plan.tile_tokens else 900) + 70 * rows * plan.keep_attention
     return Peaks(
         {
             "forward": {"nf4_weights": weights, "saved_activations": round(kept - away)},
@@ -59,6 +59,7 @@ def lines(record, **changes):
         ({"offload_layers": 5, "micro_batch_size": 2}, 3),
         ({"offload_layers": 8, "reshard_after_forward": False}, 2),
         ({"tile_tokens": 64, "micro_batch_size": 4, "offload_activations": True}, 3),
+        ({"keep_attention": True, "activation_checkpointing": 2}, 2),
     ],
 )
 def test_what_is_straight_is_predicted_exactly_by_few_recordings(changes, recordings):

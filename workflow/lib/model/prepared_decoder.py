@@ -19,6 +19,7 @@ from workflow.lib.checkpoints.files.attention_needs import attention_needs
 from workflow.lib.kernels.attention.attention_choice import FLEX, VARLEN, WIDEST_HEAD
 from workflow.lib.kernels.attention.flex import flex_arguments
 from workflow.lib.kernels.attention.flex_masks import MaskKind
+from workflow.lib.kernels.attention.kept_results import KeptResults
 from workflow.lib.kernels.attention.packed import FLATTENED, document_bounds, flash_arguments
 from workflow.lib.kernels.attention.row_cut import RowCut
 from workflow.lib.kernels.attention.shared_prompts import SharedPrompts, prompt_mask
@@ -110,6 +111,8 @@ class PreparedDecoder:
         self._recurrent = separate_documents_(causal_lm, adapters)
         self.in_head_groups = False
         """Whether the backward of `varlen` attention takes some heads at a time."""
+        self.kept: KeptResults | None = None
+        """Results of `varlen` attention in recomputed layers; None: they compute them again."""
 
     @property
     def recurrent_layers(self) -> int:
@@ -138,6 +141,8 @@ class PreparedDecoder:
             inputs |= self._shared_arguments(shared, position_ids)
         if self.in_head_groups and self.attention == VARLEN:
             inputs |= {"in_head_groups": True}
+        if self.kept is not None and self.attention == VARLEN:
+            inputs |= {"kept": self.kept}
         return inputs | {"position_ids": self._by_axis(inputs["position_ids"])}
 
     def sharing_obstacle(self) -> str | None:

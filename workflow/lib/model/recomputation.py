@@ -13,17 +13,21 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from workflow.lib.checkpoints.decoder_layers import decoder_layers
+from workflow.lib.kernels.attention.kept_results import KeptResults
 
 
 class Recomputed:
     """Replaces torch's `checkpoint` in one layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept: KeptResults | None = None) -> None:
+        """kept: results that it does not compute again."""
+        self._contexts: dict[str, Any] = {} if kept is None else {"context_fn": kept.contexts}
         self.draws: bool | None = None
         """Whether its forward draws random numbers; None: not known yet."""
 
     def __call__(self, forward: Callable[..., Any], *inputs: Any) -> Any:
         options: Any = {"use_reentrant": False, "preserve_rng_state": self.draws is not False}
+        options |= self._contexts
         if self.draws is not None:
             return checkpoint(forward, *inputs, **options)
         devices = {x.device for x in inputs if isinstance(x, torch.Tensor)}
@@ -41,13 +45,16 @@ def _random_states(devices: Collection[torch.device]) -> list[torch.Tensor]:
     return [torch.get_rng_state(), *on_device]
 
 
-def checkpoint_activations_(model: PreTrainedModel, numbers: Collection[int]) -> None:
-    """Recompute the decoder layers of these numbers in backward, by the switch of Transformers'
-    layers. That of a whole model is refused where its other parts have none (Granite Speech)."""
+def checkpoint_activations_(
+    model: PreTrainedModel, numbers: Collection[int], *, kept: KeptResults | None = None
+) -> None:
+    """Recompute the decoder layers of these numbers in backward, except `kept` results, by the
+    switch of Transformers' layers. That of a whole model is refused where its other parts have none
+    (Granite Speech)."""
     for number, layer in enumerate(decoder_layers(model)):
         switched: Any = layer
         switched.gradient_checkpointing = number in numbers
-        switched._gradient_checkpointing_func = Recomputed()
+        switched._gradient_checkpointing_func = Recomputed(kept)
 
 
 def recompute_without_draws_(layers: Iterable[nn.Module]) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from workflow.lib.checkpoints.decoder_layers import decoder_layers
+from workflow.lib.kernels.attention.kept_results import KeptResults
 from workflow.lib.kernels.attention.reference import attending_by_reference
 from workflow.lib.kernels.eight_bits.matmul import check_shape
 from workflow.lib.model.activation_offload import ActivationOffload
@@ -151,6 +152,11 @@ class CausalLMForTraining(nn.Module):
         attention in groups of heads; return how many modules have tiles."""
         self._prepared.in_head_groups = True
         return tile_(self.peft_model, self.adapters, tokens=tokens)
+
+    def keep_attention_(self) -> KeptResults:
+        """Keep attention's results in recomputed layers; return where they are."""
+        self._prepared.kept = KeptResults()
+        return self._prepared.kept
 
     def multiply_in_(self, dtype: str, passes: str) -> None:
         """Apply `train.matmul_dtype` to `train.matmul_passes`; raises `UserError` for a linear that

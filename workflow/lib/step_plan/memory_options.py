@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
+from workflow.lib.kernels.attention.attention_choice import VARLEN
 from workflow.lib.model.architecture.layer_choice import (
     LayerChoice,
     Recomputation,
@@ -112,6 +113,8 @@ class MemoryOptions(BasePlan):
 
     activation_checkpointing: Recomputation = True
     """Recomputation in backward: of all layers, of none, of every k-th, or of a share of them."""
+    keep_attention: bool = False
+    """Recomputed layers keep attention's results, in host memory where activations are there."""
     reshard_after_forward: bool = True
     """Gathered weights are freed after forward, and gathered again for backward."""
     offload_embedding: bool = False
@@ -241,6 +244,15 @@ def _needs_16_bits(plan: BasePlan, value: Value, where: Circumstances) -> Obstac
     return _needs_gpu(plan, value, where)
 
 
+def _kept_obstacle(plan: BasePlan, value: Value, where: Circumstances) -> Obstacle | None:
+    if plan.attention == VARLEN:
+        return None
+    return Obstacle(
+        f"model.attention is {plan.attention}, whose results are not known apart from a layer's",
+        f"Set it to auto or false, or model.attention to {VARLEN}",
+    )
+
+
 def _tiles_obstacle(plan: BasePlan, value: Value, where: Circumstances) -> Obstacle | None:
     if where.tileable:
         return None
@@ -270,6 +282,22 @@ TABLE = (
         words=lambda level, num_layers: _layers_in_words(
             len(recomputed_layers(level, num_layers)), num_layers
         ),
+    ),
+    MemoryOption(
+        "keep_attention",
+        "train.keep_attention",
+        off=False,
+        most=False,
+        # of shorter rows attention takes too little time
+        tried=lambda where: (
+            (False, True) if where.cuda and where.seq_len >= 2 * TILE_TOKENS else ()
+        ),
+        obstacle=_kept_obstacle,
+        needless=lambda plan: (
+            plan.keep_attention and not (plan.activation_checkpointing and plan.attention == VARLEN)
+        ),
+        title="recomputation",
+        words=lambda kept, _: "without attention" if kept else "",
     ),
     MemoryOption(
         "reshard_after_forward",

@@ -217,8 +217,9 @@ def assemble_(
         table = model.get_input_embeddings().weight
         assert not table.requires_grad, "preflight leaves a trained embedding on the device"
         empty_table_(model)
+    kept = training.keep_attention_() if plan.keep_attention else None
     if choice.recomputed:
-        checkpoint_activations_(model, choice.recomputed)
+        checkpoint_activations_(model, choice.recomputed, kept=kept)
     training.multiply_in_(plan.matmul_dtype, plan.matmul_passes)
     training.balance_routers_(router_aux_loss_coef)
     if plan.shares_prompts and (
@@ -233,11 +234,12 @@ def assemble_(
     training.packed_layers = packed
     units = _sharded(training, packed, plan, world)
     if plan.offload_window_bytes is not None:
-        training.activation_offload = ActivationOffload(
-            world.device, window_bytes=plan.offload_window_bytes
-        )
+        offload = ActivationOffload(world.device, window_bytes=plan.offload_window_bytes)
+        training.activation_offload = offload
         if plan.offload_activations is not True:  # else also before and after them
-            training.activation_offload.follow_(layers, choice.activations_on_host)
+            offload.follow_(layers, choice.activations_on_host)
+        if kept is not None:
+            kept.pack, kept.unpack = offload.pack, offload.unpack
     return TrainingModel(training, units, 0, packed, fused)
 
 

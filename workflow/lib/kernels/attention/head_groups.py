@@ -1,4 +1,5 @@
-"""Attention whose backward computes some heads of keys, with their queries, at a time.
+"""Attention whose backward computes some heads of keys, with their queries, at a time, and whose
+results a recomputed layer may keep.
 
 FlashAttention 2 sums gradients of queries in fp32, and with grouped heads makes gradients of keys
 and values for every head of queries: at 32 heads and 8 of keys four times the queries' bytes. Heads
@@ -10,6 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn.attention import varlen
+
+from workflow.lib.kernels.attention.kept_results import KeptResults
 
 GROUPS = 8  # at most: a group must fill a GPU
 
@@ -27,29 +30,50 @@ class Kernels(NamedTuple):
 
 
 def by_head_groups(
-    kernels: Kernels, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    kernels: Kernels,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    groups: int = GROUPS,
+    kept: KeptResults | None = None,
 ) -> torch.Tensor:
-    """Return the attention of heads at dim 1; each head of keys serves neighbouring queries."""
+    """Return the attention of heads at dim 1; each head of keys serves neighbouring queries. groups
+    of heads, at most; kept: has the results of recomputed layers."""
     apply: Callable[..., torch.Tensor] = _ByHeadGroups.apply
-    return apply(kernels, query, key, value)
+    forward = kernels.forward if kept is None else partial(kept.of, kernels.forward)
+    return apply(kernels._replace(forward=forward), groups, query, key, value)
 
 
 class _ByHeadGroups(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, kernels: Kernels, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        ctx: Any,
+        kernels: Kernels,
+        groups: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
     ) -> torch.Tensor:
         output, sums, *others = kernels.forward(query, key, value)
-        ctx.kernels = kernels
+        ctx.kernels, ctx.groups = kernels, groups
         ctx.save_for_backward(query, key, value, output, sums, *others)
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, output, sums, *others = ctx.saved_tensors
+        if ctx.groups == 1:
+            return (
+                None,
+                None,
+                *ctx.kernels.backward(
+                    grads[0].contiguous(), query, key, value, output.contiguous(), sums, *others
+                ),
+            )
         made = [x.new_empty(x.shape) for x in (query, key, value)]
         ratio = query.shape[1] // key.shape[1]
-        for start, stop in _groups(key.shape[1]):
+        for start, stop in _groups(key.shape[1], ctx.groups):
             keys, queries = (start, stop - start), (start * ratio, (stop - start) * ratio)
             parts = ctx.kernels.backward(
                 grads[0].narrow(1, *queries).contiguous(),
@@ -61,12 +85,12 @@ class _ByHeadGroups(torch.autograd.Function):
             for whole, part, group in zip(made, parts, (queries, keys, keys), strict=True):
                 whole.narrow(1, *group).copy_(part)
             del parts, part  # before the next group
-        return None, *made
+        return None, None, *made
 
 
-def _groups(heads: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of at most `GROUPS` groups of heads of keys."""
-    size = -(-heads // GROUPS)
+def _groups(heads: int, most: int) -> Iterator[tuple[int, int]]:
+    """Yield (start, stop) of at most so many groups of heads of keys."""
+    size = -(-heads // most)
     for start in range(0, heads, size):
         yield start, min(start + size, heads)
 

@@ -6,6 +6,8 @@ length go to cuDNN where it is faster, wide heads to the project's kernels. `var
 FlashAttention (torch.nn.attention.varlen)."""
 
 import inspect
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,10 +24,12 @@ from workflow.lib.kernels.attention.arguments import (
 from workflow.lib.kernels.attention.attention_choice import FLASH, FLEX, VARLEN, WIDEST_HEAD
 from workflow.lib.kernels.attention.head_exchange import over_whole_rows
 from workflow.lib.kernels.attention.head_groups import (
+    GROUPS,
     by_head_groups,
     cudnn_kernels,
     varlen_kernels,
 )
+from workflow.lib.kernels.attention.kept_results import KeptResults
 from workflow.lib.kernels.attention.shared_prompts import SharedPrompts, document_starts
 from workflow.lib.kernels.attention.wide import wide_attention
 
@@ -67,6 +71,7 @@ def varlen_attention(
     max_length_q: int | None = None,
     shared_prompts: SharedPrompts | None = None,
     in_head_groups: bool = False,
+    kept: KeptResults | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     dropout: float = 0.0,
@@ -75,8 +80,8 @@ def varlen_attention(
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within documents, in the form of Transformers' attention functions. query:
     (1, heads, tokens, head_dim); key, value: (1, key_value_heads, tokens, head_dim). Returns (1,
-    tokens, heads, head_dim) and no weights. in_head_groups: backward takes less memory. Raises
-    `UserError` for arguments that it cannot follow."""
+    tokens, heads, head_dim) and no weights. in_head_groups: backward takes less memory; kept: see
+    `by_head_groups`. Raises `UserError` for arguments that it cannot follow."""
     others["chunked attention"] = mask_kind(module, sliding_window).chunk
     check_arguments(
         module, others, attention_mask=attention_mask, is_causal=is_causal, dropout=dropout,
@@ -96,18 +101,21 @@ def varlen_attention(
         return wide[None], None
     alike = (cu_seq_lens_q.numel() - 1) * max_length_q == query.shape[2]
     output: Any = None
+    attend: Callable[..., torch.Tensor] | None = None
+    if in_head_groups or kept is not None:
+        attend = partial(by_head_groups, groups=GROUPS if in_head_groups else 1, kept=kept)
     if alike and sliding_window is None and shared_prompts is None:
         output = _equal_lengths_attention(
-            q, k, v, length=max_length_q, scaling=scaling, in_head_groups=in_head_groups
+            q, k, v, length=max_length_q, scaling=scaling, attend=attend
         )
     if output is None:
         documents = cu_seq_lens_q, bounds, max_length_q, longest
         window = (-1 if sliding_window is None else sliding_window - 1, 0)
-        if in_head_groups:
+        if attend is not None:
             kernels = varlen_kernels(
                 *documents, scale=scaling, window=window, options=GROUPED_HEADS
             )
-            output = by_head_groups(kernels, q, k, v)
+            output = attend(kernels, q, k, v)
         else:
             output = varlen_attn(
                 *(q, k, v, *documents), scale=scaling, window_size=window, **GROUPED_HEADS
@@ -123,17 +131,17 @@ def _equal_lengths_attention(
     *,
     length: int,
     scaling: float | None,
-    in_head_groups: bool,
+    attend: Callable[..., torch.Tensor] | None,
 ) -> torch.Tensor | None:
     """Return causal attention (tokens, heads, head_dim) within documents of `length` tokens each by
-    cuDNN; None where cuDNN cannot be used."""
+    cuDNN; None where cuDNN cannot be used. attend: by these kernels, in place of autograd's."""
     queries, keys, values = (  # (documents, heads, length, head_dim)
         x.unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v)
     )
     if not _cudnn_serves(queries, keys, values):
         return None
-    if in_head_groups:
-        output = by_head_groups(cudnn_kernels(scaling, length), queries, keys, values)
+    if attend is not None:
+        output = attend(cudnn_kernels(scaling, length), queries, keys, values)
         return output.transpose(1, 2).flatten(0, 1)
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         output = nn.functional.scaled_dot_product_attention(

@@ -31,6 +31,11 @@ class Point(NamedTuple):
     reshard_after_forward: bool
     offload_layers: int
     tile_tokens: int
+    keep_attention: bool
+
+
+APART = ("tile_tokens", "keep_attention")
+"""Fields whose values have recordings of their own."""
 
 
 class RecordedPeaks:
@@ -79,7 +84,7 @@ class RecordedPeaks:
 
     def _weights(self, plan: StepPlan) -> Iterator[tuple[Point, float]]:
         """Yield the recordings whose sum, each times a factor, is a plan's peak."""
-        common = replace(self._plan, tile_tokens=plan.tile_tokens)
+        common = replace(self._plan, **{field: getattr(plan, field) for field in APART})
         others = (getattr(common, field) for field in Point._fields[2:])
         first = Point(self._few, self._most, *others)
         levels = list(self._levels(plan))
@@ -141,5 +146,5 @@ def _kind(plan: StepPlan) -> Hashable:
         plan.offload_activations,
         plan.reshard_after_forward,
         plan.offload_layers > 0,
-        plan.tile_tokens,
+        *(getattr(plan, field) for field in APART),
     )
