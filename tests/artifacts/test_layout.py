@@ -148,7 +148,7 @@ WITHOUT_EFFECT = {
     ("data", "max_rejected_share"),
 }
 OF_THE_PLAN = {
-    *(("train", key) for key in ("micro_batch_size", "activation_checkpointing")),
+    *(("train", key) for key in ("micro_batch_size", "activation_checkpointing", "keep_attention")),
     *(("hardware", key) for key in SECTIONS["hardware"].model_fields),
     ("train", "keep_checkpoints"),
     ("export", "steps"),

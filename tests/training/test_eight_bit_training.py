@@ -30,8 +30,9 @@ RESOURCES = Path("workflow/resources")
 SEQ_LEN, ROWS, STEPS = 64, 80, 40
 DOCUMENTS = 199  # with more tokens than are needed
 KEPT = {"activation_checkpointing": False}
-# Of the held-out loss in the compute dtype after training, nats per token.
-BOUNDS = {("float8", "both"): 0.015, ("float8", "backward"): 0.003}
+# Of what training in the compute dtype gains of the held-out loss. Seen: at most 0.3%.
+BOUND = 0.02
+KINDS = [("float8", "both"), ("float8", "backward")]
 
 
 @cache
@@ -74,7 +75,7 @@ def trained_losses(world, base):
     """Train in each way; return the held-out losses in the compute dtype."""
     torch.set_num_threads(1)
     losses, store = {}, documentation()
-    for dtype, where in [("compute_dtype", "both"), *BOUNDS]:
+    for dtype, where in [("compute_dtype", "both"), *KINDS]:
         config = settings(dtype, where)
         model = built(base, config, world, dtype=dtype)
         optimizer = make_optimizer(model.training, config.train)
@@ -95,12 +96,12 @@ def losses(tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize(("dtype", "where"), BOUNDS)
+@pytest.mark.parametrize(("dtype", "where"), KINDS)
 def test_training_in_8_bits_costs_little_held_out_loss(losses, dtype, where):
     plain = losses["compute_dtype", "both"]
     assert plain < losses["before", ""] - 0.05, "the training has to teach something"
     assert losses[dtype, where] != plain
-    assert losses[dtype, where] - plain <= BOUNDS[dtype, where]
+    assert losses[dtype, where] - plain <= BOUND * (losses["before", ""] - plain)
 
 
 random_base = base_fixture(hidden_size=64, intermediate_size=192, num_attention_heads=4)

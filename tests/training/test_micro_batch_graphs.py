@@ -11,6 +11,7 @@ from tests.support.captures import ALONE, Captures
 from tests.support.distributed import TIMEOUT_S
 from tests.support.families import tiny_family
 from tests.support.models import adapted, quantized
+from tests.support.rounding import assert_rounded
 from tests.support.training_loops import BATCH, CLIP, SEQ_LEN, STEPS, settings, trainer
 from workflow.lib.distributed.world import process_group
 from workflow.lib.model.documents import documents_of
@@ -80,7 +81,8 @@ def test_a_run_by_replays_is_the_run_without(base, one_process):
     assert captures.replays > STEPS * BATCH // 2 / 2
     for one, other in zip(plain, replayed, strict=True):
         assert (one.loss, one.grad_norm) == pytest.approx((other.loss, other.grad_norm), rel=1e-5)
-    torch.testing.assert_close(weights, same_weights, rtol=1e-3, atol=1e-5)
+    # AdamW enlarges what rounding leaves of gradients near zero
+    assert_rounded(same_weights, weights, share=1e-3)
 
 
 def packed(*lengths):

@@ -43,7 +43,8 @@ def test_every_column_has_a_head():
     assert facts == ["fact", "value"]
 
 
-def test_processes_that_share_a_row_stand_beside_its_micro_batch():
+def test_processes_that_share_a_row_stand_beside_its_micro_batch(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "150")
     plan = make_plan(processes=4, context_parallel=2)
     tried = [
         tried_plan(context_parallel=1, why="0.20 GiB too much", fits=False, relative_time=0.9),
