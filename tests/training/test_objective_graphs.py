@@ -67,6 +67,7 @@ def test_replays_of_an_objective_are_those_of_its_steps_without(runs, kind):
     plain, replayed = runs[kind]
     assert replayed[2] > STEPS
     assert_rounded(replayed[1], plain[1], share=1e-3)
-    for (loss, norm, figures), found in zip(plain[0], replayed[0], strict=True):
+    first = int(START in kind)  # then all rewards are what rounding leaves of zero
+    for (loss, norm, figures), found in zip(plain[0][first:], replayed[0][first:], strict=True):
         assert found[:2] == pytest.approx((loss, norm), rel=1e-3)
         assert found[2] == pytest.approx(figures, rel=1e-3, abs=1e-4)
