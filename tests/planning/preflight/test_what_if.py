@@ -269,7 +269,8 @@ def test_rows_of_a_run_on_two_cards_are_divided_where_one_does_not_hold_them(tmp
     record = read_record(tmp_path / "preflight.json", Preflight)
     assert (record.plan.processes, record.plan.context_parallel) == (2, 2)
     assert record.plan.accumulation_steps == 2
-    assert [tried.choice["context_parallel"] for tried in record.candidates] == [1, 2]
+    tried = [candidate.choice["context_parallel"] for candidate in record.candidates]
+    assert [*dict.fromkeys(tried)] == [1, 2]
 
 
 def test_bare_config_gives_the_shape_of_its_checkpoint(tmp_path):
