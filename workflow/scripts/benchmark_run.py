@@ -81,7 +81,7 @@ def imagined_gpus(text: str, *, visible: list[str]) -> tuple[list[str], str]:
     count, model = parse_gpus(text, setting="--predict")
     if visible:
         bound = f"this machine shows {visible[0]}"
-        raise setting_error("--predict", text, bound, "Leave it out: they are measured")
+        raise setting_error("--predict", text, bound, "Leave it out: its GPUs are measured")
     return [model.name] * count, model.name
 
 

@@ -367,8 +367,9 @@ class TrainConfig(Section):
     """Layers to recompute in backward: true = all, false = none, k = every k-th, 0.625 = 5 of 8;
     `auto` = the fastest that fits."""
     keep_attention: Annotated[bool | Literal["auto"], Affects("plan")] = "auto"
-    """Recomputed layers keep attention's results, in host memory where activations are offloaded;
-    `auto`: where it is faster and fits, in rows of 16,384 tokens and more."""
+    """Recomputed layers keep attention's results (varlen, heads up to 256 wide), in host memory
+    where activations are offloaded; `auto`: where that is faster, in rows of 16,384 tokens and
+    more."""
     matmul_dtype: Literal["compute_dtype", "float8", "auto"] = "compute_dtype"
     """Dtype of matmuls with frozen weights in training. `float8`: e4m3, compute capability 8.9
     (CPUs emulate it). `auto`: float8 if possible within `max_matmul_loss_rise`."""

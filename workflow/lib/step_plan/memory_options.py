@@ -248,7 +248,7 @@ def _kept_obstacle(plan: BasePlan, value: Value, where: Circumstances) -> Obstac
     if plan.attention == VARLEN:
         return None
     return Obstacle(
-        f"model.attention is {plan.attention}, whose results are not known apart from a layer's",
+        f"model.attention is {plan.attention}, and only results of {VARLEN} can be kept",
         f"Set it to auto or false, or model.attention to {VARLEN}",
     )
 
