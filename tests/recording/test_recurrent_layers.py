@@ -9,10 +9,16 @@ from tests.support.preflight_examples import setup
 from workflow.lib.planning.memory.allocation_tape import EMPTY_CACHE
 
 
+@pytest.mark.parametrize("documents_per_row", [1.0, 5.0])
 @pytest.mark.parametrize("family", [*RECURRENT, "lfm2_moe"])
-def test_captured_micro_batch_of_recurrent_layers_is_recorded(process, family):
+def test_captured_micro_batch_of_recurrent_layers_is_recorded(process, family, documents_per_row):
     levers = setup(
-        seq_len=128, micro_batch_size=2, processes=1, targets=("q_proj",), cuda_graphs=True
+        seq_len=128,
+        micro_batch_size=2,
+        processes=1,
+        targets=("q_proj",),
+        cuda_graphs=True,
+        documents_per_row=documents_per_row,
     )
     assert levers.graphed
     tape = process.record(config_of(family), levers, checked=False, whole=True)

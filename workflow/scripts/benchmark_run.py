@@ -248,7 +248,7 @@ def job_of(args: argparse.Namespace, prepared: Prepared) -> Job:
 def find_base(bases: Path, prepared: Prepared) -> Path:
     """Return the folder of the random base of this shape; write it if it is missing."""
     settings, peer = prepared.run.quantize, prepared.request.peer
-    as_floats = peer is not None and peer["strategy"] != "ddp" and settings.method == "nf4"
+    as_floats = peer is not None and peer["strategy"] != "ddp" and settings.method != "none"
     folder = bases / short_hash([prepared.config, settings.model_dump(mode="json"), as_floats])
     with exclusive(bases / f".{folder.name}.lock", doing=f"writing {folder}", wait_s=BASE_WAIT_S):
         if not folder.is_dir():

@@ -19,11 +19,12 @@ Numbers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Documents:
-    """Indices of packed rows and rows of single documents. tokens: T, of all packed rows. shapes:
-    documents and padded length by group, P positions in all. positions: (P,) int64, the token at
-    each; order: (T,) int64, each token's position; both None where documents are rows already."""
+    """Indices of packed rows and rows of single documents. lengths: of each document, T tokens in
+    all. shapes: documents and padded length by group, P positions in all. positions: (P,) int64,
+    the token at each; order: (T,) int64, each token's position; both None where documents are rows
+    already."""
 
-    tokens: int
+    lengths: tuple[int, ...]
     shapes: tuple[tuple[int, int], ...]
     positions: torch.Tensor | None = None
     order: torch.Tensor | None = None
@@ -32,7 +33,7 @@ class Documents:
         """Return the same with `change` applied to its tensors."""
         if self.positions is None or self.order is None:
             return self
-        return Documents(self.tokens, self.shapes, change(self.positions), change(self.order))
+        return Documents(self.lengths, self.shapes, change(self.positions), change(self.order))
 
     def are_rows(self, shape: Sequence[int]) -> bool:
         """Whether each row of a tensor of this shape (rows, tokens, ...) is one document."""
@@ -40,7 +41,7 @@ class Documents:
 
     def apart(self, x: torch.Tensor) -> list[torch.Tensor]:
         """Split packed rows (1 or rows, tokens, ...) by group: (documents, length, ...)."""
-        rows = self.tokens // x.shape[1]
+        rows = sum(self.lengths) // x.shape[1]
         flat = x.expand(rows, *x.shape[1:]).flatten(0, 1)
         if self.positions is None:
             return [flat.unflatten(0, self.shapes[0])]
@@ -106,13 +107,14 @@ def documents_of(
     """Return the documents of these lengths, in order, on the host. capacity: its groups alone,
     each document in the shortest with space; longest: bound of a document's length."""
     sizes = np.asarray(lengths, dtype=np.int64)
-    tokens = int(sizes.sum())
+    own = tuple(sizes.tolist())
     if not capacity and (sizes == sizes[0]).all():
-        return Documents(tokens, ((len(sizes), int(sizes[0])),))
+        return Documents(own, ((len(sizes), own[0]),))
     by_length = np.argsort(-sizes, kind="stable")
-    shapes = _shapes_in(capacity, longest or tokens) if capacity else _shapes_of(sizes[by_length])
+    most = longest or sum(own)
+    shapes = _shapes_in(capacity, most) if capacity else _shapes_of(sizes[by_length])
     positions, order = _positions(sizes, by_length, shapes)
-    return Documents(tokens, shapes, torch.from_numpy(positions), torch.from_numpy(order))
+    return Documents(own, shapes, torch.from_numpy(positions), torch.from_numpy(order))
 
 
 def _shapes_of(falling: Numbers) -> tuple[tuple[int, int], ...]:

@@ -54,7 +54,7 @@ class OneByOne:
         for n, x in enumerate(inputs):
             document_args = [divide(y, n) for y in args]
             document_kwargs = {name: divide(y, n) for name, y in named.items()}
-            with self.adapters.rows_as(starts[n], tokens=documents.tokens):
+            with self.adapters.rows_as(starts[n], tokens=sum(documents.lengths)):
                 outputs.append(family(x, *document_args, **document_kwargs))
         return _joined(documents, outputs, inputs, rows)
 

@@ -113,8 +113,9 @@ def _empty(like: object, lengths: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _laid_out(batch: MicroBatch, layout: Layout) -> Documents:
-    lengths = batch.bounds[0].diff().tolist()
-    return documents_of(lengths, capacity=layout.capacity, longest=batch.input_ids.shape[1])
+    assert batch.documents is not None, "recurrent layers take rows apart"
+    longest = batch.input_ids.shape[1]
+    return documents_of(batch.documents.lengths, capacity=layout.capacity, longest=longest)
 
 
 def _copy_(fixed: object, values: object, padding: Mapping[str, int]) -> None:
@@ -252,7 +253,7 @@ class MicroBatchGraphs:
         documents = len(batch.bounds[0]) - 1
         packed = longest < seq_len or documents != rows
         recurrent = self._training.recurrent_layers > 0
-        lengths = batch.bounds[0].diff().tolist() if recurrent else []
+        lengths = batch.documents.lengths if batch.documents and recurrent else ()
         shared = batch.shared
         trained, packed_documents, keys, turns, *capacity = largest_of_all(
             [
