@@ -6,7 +6,7 @@ import numpy as np
 
 from workflow.benchmark.cases import load_benchmark, requests, step_rows
 from workflow.benchmark.random_groups import ANSWERS, answer_tokens, group_rows, random_groups
-from workflow.lib.kernels.attention.shared_prompts import kept_tokens
+from workflow.lib.kernels.attention.answer_rows import kept_tokens
 
 GROUPS, SEQ_LEN, VOCAB = 3, 101, 53
 

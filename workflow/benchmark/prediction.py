@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from workflow.benchmark.cases import BenchmarkConfig, Request, model_config, run_settings
-from workflow.benchmark.random_groups import ANSWERS, answer_tokens
+from workflow.benchmark.random_groups import ANSWERS, group_rows, random_groups
 from workflow.benchmark.random_pairs import pair_rows, random_pairs
+from workflow.lib.data.tokens.token_store import TokenStore
+from workflow.lib.kernels.attention.answer_rows import answer_rows
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.model.describe_model import describe_config
 from workflow.lib.planning.machine import Machine
@@ -21,6 +23,7 @@ from workflow.lib.planning.preflight.planned_run import PlannedRun
 from workflow.lib.planning.token_counts import TokenCounts
 from workflow.lib.recording.recording_process import PlanRecorder, RecordingProcess
 from workflow.lib.settings.config import RunConfig
+from workflow.lib.settings.objectives import PAIRED
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.units import GIB
@@ -125,23 +128,11 @@ def imagined_tokens(request: Request, shape: ModelShape) -> TokenCounts:
     sizes = request.sizes
     drawn: dict[str, Any] = {"seq_len": sizes.seq_len, "vocab_size": shape.vocab_size}
     if sizes.groups is not None:
-        return TokenCounts(
-            **drawn,
-            heldout_tokens=sizes.seq_len,
-            packed_rows=sizes.groups,
-            trained_tokens=sizes.groups * ANSWERS * answer_tokens(sizes.seq_len),
-            documents=sizes.groups * ANSWERS,
-        )
+        store = group_rows(random_groups(sizes.groups, **drawn), seq_len=sizes.seq_len)
+        return _counts(store, shape, documents=ANSWERS * sizes.groups)
     if sizes.pairs is not None:
         store = pair_rows(random_pairs(sizes.pairs, **drawn), seq_len=sizes.seq_len)
-        return TokenCounts(
-            seq_len=sizes.seq_len,
-            vocab_size=shape.vocab_size,
-            heldout_tokens=sizes.seq_len,
-            packed_rows=store.num_rows,
-            trained_tokens=int(store.loss_mask.sum()),
-            documents=2 * sizes.pairs,
-        )
+        return _counts(store, shape, documents=2 * sizes.pairs)
     rows = ROWS_OF_STEPS * request.processes * sizes.micro_batch_size * sizes.accumulation
     documents = len(range(0, sizes.seq_len, sizes.seq_len // sizes.documents))
     return TokenCounts(
@@ -151,4 +142,17 @@ def imagined_tokens(request: Request, shape: ModelShape) -> TokenCounts:
         packed_rows=rows,
         trained_tokens=rows * (sizes.seq_len - documents),
         documents=rows * documents,
+    )
+
+
+def _counts(store: TokenStore, shape: ModelShape, *, documents: int) -> TokenCounts:
+    arrays = store.input_ids, store.position_ids, store.loss_mask
+    return TokenCounts(
+        seq_len=store.seq_len,
+        vocab_size=shape.vocab_size,
+        heldout_tokens=store.seq_len,
+        packed_rows=store.num_rows,
+        trained_tokens=int(store.loss_mask.sum()),
+        documents=documents,
+        answer_rows=answer_rows(*arrays, paired=store.examples in PAIRED),
     )

@@ -120,7 +120,7 @@ def counts_of_round(tokens: TokenCounts, settings: RunConfig) -> TokenCounts:
     answers, examples = settings.answers, needs_of(settings.train.objective).examples
     per_prompt = {"texts": 1, "pairs": 2}.get(examples, answers.per_prompt)
     count = per_prompt * answers.prompts_per_round
-    return tokens.with_answers(count, answer_tokens=answers.max_new_tokens)
+    return tokens.with_answers(count, answer_tokens=answers.max_new_tokens, per_prompt=per_prompt)
 
 
 def read_model(model: Path, description: Path | None) -> ModelShape:

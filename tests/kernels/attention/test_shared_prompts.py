@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from workflow.lib.kernels.attention.flex_masks import MaskKind
-from workflow.lib.kernels.attention.shared_prompts import SharedPrompts, kept_tokens, prompt_mask
+from workflow.lib.kernels.attention.shared_prompts import SharedPrompts, prompt_mask
 
 # A pair whose prompt has 2 tokens, two documents that share nothing, a prompt of 5, padding.
 POSITIONS = np.array([[0, 1, 2, 3, 1, 2, 0, 1, 2, 0, 1, 2, 3, 4, 5, 4, 5, 6, 7, 0, 1]])
@@ -15,26 +15,6 @@ SIZES = {"queries": [4, 2, 3, 6, 4, 2], "keys": [4, 3, 3, 6, 8, 2]}
 # Three answers to a prompt of 3 tokens, an answer alone, and two answers to one of 2.
 GROUPS = np.array([[0, 1, 2, 3, 4, 2, 3, 2, 3, 4, 0, 1, 2, 0, 1, 2, 1, 2, 3]])
 GROUP_SIZES = {"queries": [5, 2, 3, 3, 3, 3], "keys": [5, 4, 5, 3, 3, 4]}
-
-
-def test_prompt_before_the_first_trained_token_is_left_once():
-    ids = np.array([[5, 6, 7, 8, 5, 6, 7, 9, 9, 0, 0]])
-    positions = np.array([[0, 1, 2, 3, 0, 1, 2, 3, 4, 0, 1]])
-    trained = positions >= 2
-    trained[0, 9:] = False
-    # two tokens of the prompt are common; the third is trained in both
-    assert kept_tokens(ids, positions, trained, paired=True).tolist() == [
-        [True, True, True, True, False, True, True, True, True, False, False]
-    ]
-
-
-def test_prompt_of_a_group_is_left_once_and_other_prompts_are_whole():
-    ids = np.array([[5, 6, 8, 5, 6, 9, 9, 5, 6, 7, 5, 6, 7, 5, 7, 5, 0, 0]])
-    positions = np.array([[0, 1, 2, 0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1]])
-    trained = positions >= 2
-    trained[0, 10:13] = [False, True, True]  # begins like the others, and its prompt is shorter
-    kept = kept_tokens(ids, positions, trained, paired=False).astype(int)
-    assert kept.tolist() == [[1, 1, 1, 0, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0]]
 
 
 @pytest.mark.parametrize(("positions", "sizes"), [(POSITIONS, SIZES), (GROUPS, GROUP_SIZES)])

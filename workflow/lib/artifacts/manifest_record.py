@@ -5,6 +5,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from workflow.lib.artifacts.records import Provenance, Record
+from workflow.lib.kernels.attention.answer_rows import AnswerRows
 from workflow.lib.kernels.attention.document_lengths import LengthGroup
 from workflow.lib.settings.objectives import Examples
 
@@ -86,6 +87,8 @@ class TrainSplit(Split):
     fill: float  # share of the positions of these rows that hold a token
     lengths: list[LengthGroup] = Field(default=[])
     """Of documents and padding in packed rows: below 2, 4, ...; how many, tokens, their squares."""
+    answer_rows: AnswerRows | None = None
+    """Of pairs and groups, whose documents share prompts: the mean row and the largest."""
     weights: TokenWeights | None = None  # absent where every trained token has the weight 1
 
 

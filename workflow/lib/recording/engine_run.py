@@ -25,17 +25,18 @@ from transformers.masking_utils import sdpa_mask
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.decoder_layers import decoder_layers, drop_other_parts_
 from workflow.lib.distributed.world import World, context_group, process_mesh
-from workflow.lib.kernels.attention.document_lengths import equal_lengths
 from workflow.lib.kernels.attention.flex_masks import RECORDED_LENGTHS
 from workflow.lib.model.adaptable_linears import mark_kept_, note_without_adapter_, weight_shapes
 from workflow.lib.model.architecture.kept_linears import kept_linears
 from workflow.lib.model.architecture.layer_choice import LayerChoice
 from workflow.lib.model.host_embedding import other_tables
 from workflow.lib.model.layers.rotary_by_document import RotaryByDocument
+from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.nf4_model import allocate_
 from workflow.lib.model.recomputation import recompute_without_draws_
+from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.objectives.from_settings import objective_of
-from workflow.lib.planning.memory.allocation_tape import CHECKS, LOAD, STEPS, Tape
+from workflow.lib.planning.memory.allocation_tape import CHECKS, LOAD, Tape
 from workflow.lib.planning.work import UPDATE
 from workflow.lib.quantization.nf4_checkpoint import packed_on_meta
 from workflow.lib.recording.allocation_recorder import AllocationRecorder
@@ -56,7 +57,7 @@ from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.device_types import RECORDED
 from workflow.lib.training.build import assemble_, complete_, dtype_of
 from workflow.lib.training.loop import PendingScalars, StepInProgress, Trainer, make_optimizer
-from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs
+from workflow.lib.training.micro_batch_graphs import Layout, MicroBatchGraphs
 from workflow.lib.training.start_reference import token_losses
 
 # Reach of layers to each other, tried in this order until equal layers make equal requests. With
@@ -110,10 +111,9 @@ def _reaches(described: "_Described") -> Sequence[int]:
 def _run(described: "_Described", numbers: Sequence[int], *, checked: bool) -> LayerTape:
     """Record a model of these layers alone."""
     gpu, tape, plan = recorded_gpu(), LayerTape(), described.plan
-    mean = equal_lengths(plan.seq_len / plan.documents_per_row)
-    RECORDED_LENGTHS.set(plan.document_lengths or mean)
     with _masks_of_rows(packed=plan.documents_per_row > 1), _fake_world(plan) as world:
         run = _Run(described, numbers, world, tape)
+        RECORDED_LENGTHS.set(run.batches.document_lengths)
         alone = plan.processes > 1 == plan.shards
         # In a backward thread of its own, the order of autograd's last releases and the thread's
         # next requests is random.
@@ -125,8 +125,9 @@ def _run(described: "_Described", numbers: Sequence[int], *, checked: bool) -> L
                 run.check(recorder)
             tape.phase(LOAD)
             trainer = run.trainer()
-            steps = trainer.steps(first_step=0, num_steps=STEPS)
-            for _ in range(STEPS):
+            num_steps = run.batches.num_steps
+            steps = trainer.steps(first_step=0, num_steps=num_steps)
+            for _ in range(num_steps):
                 with _no_garbage():
                     next(steps)
             steps.close()
@@ -167,12 +168,13 @@ class RecordedTrainer(Trainer):
     """The trainer, with the phases of its steps on the tape. Work is counted in the last step."""
 
     tape: LayerTape = field(kw_only=True)
+    num_steps: int = field(kw_only=True)
 
     def run_micro_batches(self, current: StepInProgress, *, count: int | None = None) -> None:
         """Run them; then the phase of the update begins."""
         super().run_micro_batches(current, count=count)
         self.tape.phase(UPDATE)
-        self.tape.counts = current.rows.step == STEPS - 1
+        self.tape.counts = current.rows.step == self.num_steps - 1
         self.tape.follows_tensors = True
 
     def transfer(self, *numbers: torch.Tensor) -> PendingScalars:
@@ -181,6 +183,28 @@ class RecordedTrainer(Trainer):
         pending = super().transfer(*numbers)
         self.tape.counts = counts
         return pending
+
+
+class RecordedGraphs(MicroBatchGraphs):
+    """Graphs whose release frees their pages on the tape."""
+
+    def __init__(self, training: CausalLMForTraining, world: World, tape: LayerTape) -> None:
+        super().__init__(training, world, partial(RecordedCapture, tape))
+        self._tape = tape
+
+    def _layout(self, batch: MicroBatch) -> Layout | None:
+        """Return the layout of a micro-batch; a mean one has none."""
+        if not self._tape.averages:
+            return super()._layout(batch)
+        self.release()
+        return None
+
+    def release(self) -> None:
+        """Drop the graphs, and free their memory."""
+        held = self._capture is not None
+        super().release()
+        if held:
+            self._tape.empty_cache()
 
 
 class _Run:
@@ -211,7 +235,7 @@ class _Run:
         self._head: Any = model.get_output_embeddings()
         looks_up = not len(cast(torch.Tensor, self._embedding.weight))
         self._rows_of = self._embedding_rows if looks_up else None
-        self._batches = RecordedBatches(self._training, plan, tape, world, self._rows_of)
+        self.batches = RecordedBatches(self._training, plan, tape, world, self._rows_of)
 
     def load(self, recorder: AllocationRecorder) -> None:
         """Allocate the tensors of training, without values."""
@@ -237,7 +261,7 @@ class _Run:
     def check(self, recorder: AllocationRecorder) -> None:
         """Run the start-up checks' work on the device: a forward of one row, all units gathered."""
         tape, training = self._tape, self._training
-        token_losses(training, [self._batches.check_batch()], training.objective)
+        token_losses(training, [self.batches.check_batch()], training.objective)
         tape.follows_tensors = False
         recorder.note_resized()
         for number, unit in enumerate(self._assembled.units):
@@ -257,12 +281,13 @@ class _Run:
         settings, training = TrainConfig(optimizer=self._plan.optimizer), self._training
         graphs = None
         if self._plan.graphed:
-            capture = partial(RecordedCapture, self._tape)
             # All processes have the same micro-batches, so none exchanges them.
-            graphs = MicroBatchGraphs(training, replace(self._world, size=1), capture)
+            graphs = RecordedGraphs(training, replace(self._world, size=1), self._tape)
         optimizer = make_optimizer(training, settings)
         return RecordedTrainer(
-            *(training, optimizer, self._batches, settings, self._world, graphs), tape=self._tape
+            *(training, optimizer, self.batches, settings, self._world, graphs),
+            tape=self._tape,
+            num_steps=self.batches.num_steps,
         )
 
     def _embedding_rows(self, ids: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,8 @@
 In forward and backward that is the running layer. Before and after them, in loops over all layers,
 it is the layer of the tensors. `Phases` sets both as the engine enters them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from workflow.lib.planning.memory.allocation_tape import EMPTY_CACHE, Tape
 from workflow.lib.planning.work import NOTHING, Amount, Work
 
 NONE = -1  # no layer
+Amounts = dict[tuple[str, int, str], Amount]  # by phase, layer and kind
 
 
 class LayerTape(Tape):
@@ -32,8 +34,10 @@ class LayerTape(Tape):
         self.layer_of: list[int] = []
         """By tensor: the layer of the event that made it."""
         self.counts = False  # whether work is counted now
+        self.averages = False
+        """Whether micro-batches are mean ones, which have the padding of graphs and none more."""
         self.works_for = ""  # the phase of counted work
-        self._amounts: dict[tuple[str, int, str], Amount] = {}  # by phase, layer and kind
+        self._amounts: Amounts = {}
         self._made_at: list[int] = []
         self._ended = False
 
@@ -63,6 +67,22 @@ class LayerTape(Tape):
         if self.counts and not self._ended:
             key = (self.works_for, self.layer if layer is None else layer, kind)
             self._amounts[key] = self._amounts.get(key, NOTHING).plus(amount, share)
+
+    @contextmanager
+    def counted_apart(self) -> Iterator[Amounts]:
+        """Count the work of the block, for `count_again` alone."""
+        outside = self._amounts, self.counts
+        self._amounts, self.counts = {}, True
+        try:
+            yield self._amounts
+        finally:
+            self._amounts, self.counts = outside
+
+    def count_again(self, amounts: Amounts) -> None:
+        """Count the work of an earlier block, if work is counted now."""
+        if self.counts and not self._ended:
+            for key, amount in amounts.items():
+                self._amounts[key] = self._amounts.get(key, NOTHING).plus(amount)
 
     def work_of(self, layers: Mapping[int, int]) -> Work:
         """Return the work of a model with so many layers like each recorded one."""

@@ -1,5 +1,6 @@
-"""The micro-batches of a plan as the trainer takes them, without values: all rows are full, their
-documents equal, every token is trained."""
+"""The micro-batches of a plan as the trainer takes them, without values: all rows are full of
+trained tokens, and their documents equal. Of pairs and groups the largest rows decide the memory
+and, in a step more, the mean ones the work."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -10,6 +11,8 @@ import torch
 
 from workflow.lib.data.tokens.token_store import OPTIONAL
 from workflow.lib.distributed.world import World
+from workflow.lib.kernels.attention.answer_rows import AnswerRows, RowCounts
+from workflow.lib.kernels.attention.document_lengths import LengthGroup, equal_lengths
 from workflow.lib.kernels.attention.row_cut import RowCut
 from workflow.lib.kernels.attention.shared_prompts import SharedPrompts
 from workflow.lib.model.documents import documents_of
@@ -20,6 +23,7 @@ from workflow.lib.recording.layer_tape import FIRST_PHASE, LayerTape
 from workflow.lib.settings.objectives import NEEDS, PAIRED
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.training.batches import RowGroup
+from workflow.lib.training.micro_batch_graphs import padding_units
 from workflow.lib.training.step_batches import StepRows
 
 STEP_SIZES = (1.0, 1.0, 1.0)  # as many as an objective has
@@ -39,6 +43,47 @@ class RecordedBatches:
         """rows_of: embedding rows (n, hidden) of ids (n,), if they come from host memory."""
         self._training, self._plan, self._tape, self._rows_of = training, plan, tape, rows_of
         self._device, self._context = world.device, world.context
+        self._chunk_rows = training.head_loss.chunk_rows()
+        self._shares, self.num_steps = training.shares_prompts, STEPS
+        documents = plan.documents_per_row
+        self._whole = RowCounts(self._whole_tokens, documents, 0, self._whole_tokens)
+        # A graph's layout has room for more keys than tokens, if any micro-batch has one more.
+        self._largest = self._whole._replace(prompt_keys=int(self._shares and plan.graphed))
+        self._mean = self._largest
+        if rows := plan.answer_rows:
+            self._largest = self._laid_out(rows.largest)
+            self._mean = self._mean_row(rows)
+            self.num_steps += 1
+
+    def _laid_out(self, row: RowCounts) -> RowCounts:
+        """Return a row, or a whole one if documents have their own prompts."""
+        if self._shares:
+            return row
+        return row._replace(tokens=self._whole_tokens, prompt_keys=0)
+
+    def _mean_row(self, rows: AnswerRows) -> RowCounts:
+        """Return the mean row of random micro-batches, with the padding of graphs."""
+        plan = self._plan
+        size = plan.micro_batch_size
+        shown = replace(rows, rows=tuple(map(self._laid_out, rows.rows)))
+        each = shown.micro_batches(processes=plan.row_groups, rows=size)
+        tokens = each[..., 0].max(axis=(1, 2))
+        documents, keys, trained = each[..., 1:].sum(axis=2).max(axis=1).T
+        if plan.graphed:
+            units = [padding_units(int(n * size), self._chunk_rows) for n in tokens]
+            keys, trained = (
+                -(-counts // unit) * unit
+                for counts, unit in zip((keys, trained), np.array(units).T, strict=True)
+            )
+        return RowCounts(tokens.mean(), *(x.mean() / size for x in (documents, keys, trained)))
+
+    @property
+    def document_lengths(self) -> tuple[LengthGroup, ...]:
+        """Of the rows of all steps, for the work of attention."""
+        plan = self._plan
+        if plan.answer_rows and self._shares:
+            return plan.answer_rows.documents
+        return plan.document_lengths or equal_lengths(plan.seq_len / plan.documents_per_row)
 
     @property
     def seq_len(self) -> int:
@@ -60,39 +105,53 @@ class RecordedBatches:
         for step in steps:
             count = len(self.rows(step).groups)
             for number in range(count):
-                self._tape.counts = step == STEPS - 1 and number == count - 1
+                self._tape.counts = step == self.num_steps - 1 and number == count - 1
+                self._tape.averages = step >= STEPS
                 self._tape.works_for = FIRST_PHASE  # before its begin: inputs are copied
-                batch = self._with_rows(self.batch(self._plan.micro_batch_size))
+                batch = self._with_rows(self._batch_of(step))
                 yield batch if self._plan.graphed else batch.to(self._device)
 
     def again(self, rows: StepRows) -> Iterator[MicroBatch]:
-        for group in rows.groups:
-            yield self.batch(len(group.indices)).to(self._device)
+        for _ in rows.groups:
+            yield self._batch_of(rows.step).to(self._device)
 
     def check_batch(self) -> MicroBatch:
         """Return the row of the start-up checks, on the device."""
-        return self._with_rows(self.batch(1)).to(self._device)
+        return self._with_rows(self.batch(1, self._whole)).to(self._device)
+
+    def _batch_of(self, step: int) -> MicroBatch:
+        row = self._largest if step < STEPS else self._mean
+        batch = self.batch(self._plan.micro_batch_size, row)
+        return replace(batch, shared=self._shared(batch, row)) if self._shares else batch
 
     def _with_rows(self, batch: MicroBatch) -> MicroBatch:
         if self._rows_of is None:
             return batch
         return replace(batch, embedded=self._rows_of(batch.input_ids.flatten()))
 
-    def batch(self, rows: int) -> MicroBatch:
-        """Return a micro-batch of so many rows in host memory, with its objective's inputs."""
-        documents = self._documents(rows)
-        ids = torch.zeros(rows, self._plan.slice_tokens, dtype=torch.int64)
+    def batch(self, rows: int, row: RowCounts) -> MicroBatch:
+        """Return a micro-batch of such rows in host memory, with its objective's inputs."""
+        documents = self._documents(rows, row)
+        sharers = self._plan.context_parallel
+        ids = torch.zeros(rows, -(-round(row.tokens) // sharers), dtype=torch.int64)
+        trained = torch.zeros(max(1, round(rows * row.trained / sharers)), dtype=torch.int64)
         batch = MicroBatch(
             input_ids=ids,
             position_ids=torch.zeros_like(ids),
-            positions=torch.zeros_like(ids.flatten()),
-            targets=torch.zeros_like(ids.flatten()),
+            positions=trained,
+            targets=torch.zeros_like(trained),
             bounds=(torch.tensor([0, *documents]).cumsum(0).to(torch.int32), max(documents)),
             row_keys=torch.zeros(rows, dtype=torch.int64),
             documents=documents_of(documents),
             lengths=torch.zeros(rows, dtype=torch.int64),
         )
         return self._with_objective_inputs(replace(batch, cut=self._cut(batch)))
+
+    def _shared(self, batch: MicroBatch, row: RowCounts) -> SharedPrompts:
+        tokens, rows = torch.arange(batch.input_ids.numel()), self._plan.answer_rows
+        keys = torch.arange(len(tokens) + round(len(batch.input_ids) * row.prompt_keys))
+        copies = tokens.repeat(rows.copies if rows else 1, 1)
+        return SharedPrompts(keys, tokens, copies, *batch.bounds)
 
     def _cut(self, batch: MicroBatch) -> RowCut | None:
         """Return the whole rows of a micro-batch, if processes share them."""
@@ -106,11 +165,11 @@ class RecordedBatches:
         """Tokens of a row over all processes that share it."""
         return self._plan.slice_tokens * self._plan.context_parallel
 
-    def _documents(self, rows: int) -> list[int]:
+    def _documents(self, rows: int, row: RowCounts) -> list[int]:
         """Return the lengths of the documents of so many rows, in tokens."""
-        plan, tokens = self._plan, self._whole_tokens
-        count = min(math.ceil(rows * plan.documents_per_row), rows * tokens)
-        counts = [count // rows + (row < count % rows) for row in range(rows)]
+        tokens = round(row.tokens)
+        count = min(math.ceil(rows * row.documents), rows * tokens)
+        counts = [count // rows + (number < count % rows) for number in range(rows)]
         return [
             tokens // row_count + (number < tokens % row_count)
             for row_count in counts
@@ -122,8 +181,6 @@ class RecordedBatches:
         firsts = torch.arange(0, len(batch.bounds[0]) - 2, 2)
         if needs.examples in PAIRED:
             batch = replace(batch, firsts=firsts, step_sizes=torch.ones(len(STEP_SIZES)))
-        if self._training.shares_prompts:
-            batch = replace(batch, shared=_shared(batch, graphed=plan.graphed))
         counts = {"token": tokens, "example": len(firsts)}
         required = {
             name: torch.from_numpy(np.zeros(counts[array.per], dtype=array.dtype))
@@ -138,11 +195,3 @@ class RecordedBatches:
         if needs.scores_of is not None and not plan.start_reference:
             return replace(batch, reference=torch.zeros(tokens))
         return batch
-
-
-def _shared(batch: MicroBatch, *, graphed: bool) -> SharedPrompts:
-    """Return keys for as many tokens as rows can have: at least as many as in any micro-batch.
-    graphed: one more, for which a graph's layout has as many as any micro-batch can need there."""
-    tokens = torch.arange(batch.input_ids.numel())
-    keys = torch.arange(len(tokens) + graphed)
-    return SharedPrompts(keys, tokens, tokens[None], *batch.bounds)

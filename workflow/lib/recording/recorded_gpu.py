@@ -26,13 +26,17 @@ class RecordedCapture:
         self._tape, self._stream = tape, RecordedStream(computes=True)
 
     def __call__(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """Run `function`, whose allocations are noted; the returned replay allocates nothing."""
+        """Run `function`, whose allocations are noted; the returned replay allocates nothing, and
+        counts its work."""
         self._tape.empty_cache()
-        before, self._tape.counts = self._tape.counts, True
-        with recorded_gpu().stream(self._stream):
+        with recorded_gpu().stream(self._stream), self._tape.counted_apart() as amounts:
             result = function()
-        self._tape.counts = before
-        return lambda: result
+
+        def replay() -> torch.Tensor:
+            self._tape.count_again(amounts)
+            return result
+
+        return replay
 
 
 # Operations with GPU kernels of their own; on other devices torch composes them of others, with

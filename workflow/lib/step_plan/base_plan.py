@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Strict
 
+from workflow.lib.kernels.attention.answer_rows import AnswerRows
 from workflow.lib.kernels.attention.attention_choice import FLEX, VARLEN
 from workflow.lib.kernels.attention.document_lengths import LengthGroup
 from workflow.lib.model.loss.vocabulary_slices import vocabulary_slices
@@ -47,6 +48,8 @@ class BasePlan:
     objective: ObjectiveName = SUPERVISED  # `train.objective`
     shares_prompts: bool = False
     """The documents of an example share their prompt, if the model's attention can."""
+    answer_rows: AnswerRows | None = None
+    """The rows of pairs and groups; null: they are full of trained tokens, like all others."""
     start_reference: bool = False
     """The objective's reference is the start of the training: its trained values are in host
     memory."""

@@ -15,9 +15,10 @@ import torch.distributed as dist
 
 from workflow.lib.data.tokens.packing import text_lengths
 from workflow.lib.data.tokens.token_store import OPTIONAL, TokenStore
+from workflow.lib.kernels.attention.answer_rows import kept_tokens
 from workflow.lib.kernels.attention.packed import document_bounds
 from workflow.lib.kernels.attention.row_cut import RowCut
-from workflow.lib.kernels.attention.shared_prompts import SharedPrompts, kept_tokens
+from workflow.lib.kernels.attention.shared_prompts import SharedPrompts
 from workflow.lib.model.documents import documents_of
 from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.objectives.objective import BY_TOKEN

@@ -249,7 +249,7 @@ class MicroBatchGraphs:
         """Return the layout of a micro-batch; None if it turns graphs off."""
         rows, seq_len = batch.input_ids.shape
         tokens, longest = rows * seq_len, batch.bounds[1]
-        unit = _whole_units(-(-tokens // SIZES), self._training.head_loss.chunk_rows())
+        keys_unit, trained_unit = padding_units(tokens, self._training.head_loss.chunk_rows())
         documents = len(batch.bounds[0]) - 1
         packed = longest < seq_len or documents != rows
         recurrent = self._training.recurrent_layers > 0
@@ -264,8 +264,8 @@ class MicroBatchGraphs:
             ],
             world=self._world,
         )
-        trained = _whole_units(trained, unit)
-        copies = (_whole_units(keys, -(-tokens // SIZES)), turns)
+        trained = _whole_units(trained, trained_unit)
+        copies = (_whole_units(keys, keys_unit), turns)
         if not packed_documents:
             return Layout(rows, seq_len, trained, documents, copies, ())
         self._reserve(packed_documents, rows, tuple(capacity))
@@ -326,6 +326,13 @@ class MicroBatchGraphs:
         logger.warning(
             "CUDA graphs are off from here on: a micro-batch cannot be captured (%s)", reason
         )
+
+
+def padding_units(tokens: int, chunk_rows: int) -> tuple[int, int]:
+    """Return the multiples to which a layout pads keys of shared prompts, and trained tokens.
+    chunk_rows: of the loss."""
+    unit = -(-tokens // SIZES)
+    return unit, _whole_units(unit, chunk_rows)
 
 
 def _whole_units(count: int, unit: int) -> int:

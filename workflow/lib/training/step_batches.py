@@ -15,6 +15,7 @@ import numpy.typing as npt
 from workflow.lib.data.tokens.packing import text_lengths
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.world import World
+from workflow.lib.kernels.attention.answer_rows import padded_length
 from workflow.lib.model.host_embedding import StoredRows
 from workflow.lib.model.layers.adapter_dropout import row_keys
 from workflow.lib.model.micro_batch import MicroBatch
@@ -29,11 +30,6 @@ from workflow.lib.training.batches import (
     process_rows,
     shared_lengths,
 )
-
-SHARED_MULTIPLE = 64  # of tokens in rows that share prompts
-# Lengths of these rows: each has its own CUDA graphs. Of 400 micro-batches of drawn pairs, 2 rows
-# of 8,192 tokens, 52 are captured with 16 lengths, 250 with 128.
-SHARED_LENGTHS = 16
 
 
 @dataclass(frozen=True)
@@ -152,5 +148,4 @@ class StoredBatches:
         if not self.training.shares_prompts:
             return None
         longest = int(self._shared_lengths.of(rows.flatten()).max())
-        unit = SHARED_MULTIPLE * max(1, self.seq_len // (SHARED_MULTIPLE * SHARED_LENGTHS))
-        return min(-(-longest // unit) * unit, self.seq_len)
+        return padded_length(longest, seq_len=self.seq_len)

@@ -14,19 +14,17 @@ import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
-from workflow.lib.data.tokens.manifest import Facts, percentiles, row_lengths, segments
+from workflow.lib.data.tokens.manifest import Facts, percentiles, row_facts, segments
 from workflow.lib.data.tokens.packing import pack
 from workflow.lib.data.tokens.token_store import (
     ARRAYS,
     MANIFEST,
-    POSITIONS,
     REJECTS,
     TRUNCATED,
     WEIGHTS,
     optional_files,
 )
 from workflow.lib.data.tokens.token_writer import Window, write_heldout, write_train
-from workflow.lib.kernels.attention.document_lengths import grouped
 from workflow.lib.settings.objectives import Examples
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import file_sha256, provenance, read_checked_json, write_checked_json
@@ -87,7 +85,6 @@ def write_groups(
         copied += [*HELDOUT, *(name for name in weights if name in facts["files"])]
     for name in copied:
         shutil.copyfile(texts / name, folder / name)
-    positions = np.load(folder / POSITIONS, mmap_mode="r", allow_pickle=False)
     shown = [(group, answer) for group in groups[:SHOWN_GROUPS] for answer in group.answers[:2]]
     facts |= {
         "seq_len": seq_len,
@@ -97,8 +94,8 @@ def write_groups(
             | {
                 "packed_rows": rows,
                 "fill": int(window.lengths.sum()) / (rows * seq_len),
-                "lengths": grouped(row_lengths(positions)),
-            },
+            }
+            | row_facts(folder, examples),
             "heldout": heldout_facts,
         },
         "samples": [segments(_document(group, answer), tokenizer) for group, answer in shown],

@@ -4,6 +4,7 @@
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,9 @@ from workflow.lib.data.tokens.token_store import (
     Document,
 )
 from workflow.lib.data.tokens.work_folder import OVERLAP, Listing
+from workflow.lib.kernels.attention.answer_rows import answer_rows
 from workflow.lib.kernels.attention.document_lengths import grouped
+from workflow.lib.settings.objectives import PAIRED, Examples
 from workflow.lib.system.files import file_sha256, provenance
 from workflow.lib.system.redaction import redacted
 
@@ -58,8 +61,7 @@ def manifest(
     encoding = encodings["train"]
     seq_len = encoding.settings.seq_len
     splits = splits_facts(train, heldout, packed_rows=packed_rows, seq_len=seq_len)
-    positions = np.load(folder / POSITIONS, mmap_mode="r", allow_pickle=False)
-    splits["train"]["lengths"] = grouped(row_lengths(positions))
+    splits["train"] |= row_facts(folder, train.examples)
     if (folder / WEIGHTS[0]).exists():
         weights = np.load(folder / WEIGHTS[0], mmap_mode="r", allow_pickle=False)
         splits["train"]["weights"] = weight_facts(weights)
@@ -175,6 +177,16 @@ def splits_facts(train: Split, heldout: Split, *, packed_rows: int, seq_len: int
             ],
         },
     }
+
+
+def row_facts(folder: Path, examples: Examples) -> Facts:
+    """Return the facts on the packed rows of a folder: documents' lengths, and rows of answers."""
+    names = ("train.input_ids.npy", POSITIONS, "train.loss_mask.npy")
+    arrays = [np.load(folder / name, mmap_mode="r", allow_pickle=False) for name in names]
+    facts: Facts = {"lengths": grouped(row_lengths(arrays[1]))}
+    if examples == "texts":
+        return facts
+    return facts | {"answer_rows": asdict(answer_rows(*arrays, paired=examples in PAIRED))}
 
 
 def row_lengths(positions: npt.NDArray[np.int32]) -> Iterator[npt.NDArray[np.int64]]:

@@ -6,6 +6,7 @@ Any other window divides one group, whose mean length decides."""
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,15 +21,27 @@ class LengthGroup(NamedTuple):
     below: int  # the power of two
     documents: float
     tokens: float
-    squares: float  # sum of the squared lengths
+    squares: float  # sum of the squared lengths, see `grouped`
 
 
-def grouped(parts: Iterable[npt.NDArray[Any]]) -> tuple[LengthGroup, ...]:
-    """Return the groups of all lengths, the shortest first; parts: some lengths, above 0, each."""
+def document_starts(position_ids: Any) -> Any:
+    """Return where documents start (rows, tokens) bool, of an array or a tensor of positions."""
+    starts = position_ids == 0
+    starts[:, 1:] |= position_ids[:, 1:] != position_ids[:, :-1] + 1
+    return starts
+
+
+def grouped(
+    parts: Iterable[npt.NDArray[Any]], seen: Iterable[Any] | None = None
+) -> tuple[LengthGroup, ...]:
+    """Return the groups of all lengths, the shortest first. parts: some lengths, above 0, each.
+    seen: tokens of other documents that each document sees before its own; s of them add 2 s n to
+    the square of n."""
     sums = np.zeros((64, 3), dtype=np.int64)
-    for lengths in parts:
-        for power in range(3):
-            np.add.at(sums[:, power], np.frexp(lengths)[1], lengths.astype(np.int64) ** power)
+    for lengths, before in zip(parts, seen or repeat(0), strict=False):
+        own = lengths.astype(np.int64)
+        for power, amounts in enumerate((own**0, own, own * (own + 2 * before))):
+            np.add.at(sums[:, power], np.frexp(lengths)[1], amounts)
     return tuple(LengthGroup(1 << x, *row) for x, row in enumerate(sums.tolist()) if row[0])
 
 

@@ -22,6 +22,7 @@ from workflow.lib.kernels.attention.arguments import (
     refuse_without_documents,
 )
 from workflow.lib.kernels.attention.attention_choice import FLASH, FLEX, VARLEN, WIDEST_HEAD
+from workflow.lib.kernels.attention.document_lengths import document_starts
 from workflow.lib.kernels.attention.head_exchange import over_whole_rows
 from workflow.lib.kernels.attention.head_groups import (
     GROUPS,
@@ -30,7 +31,7 @@ from workflow.lib.kernels.attention.head_groups import (
     varlen_kernels,
 )
 from workflow.lib.kernels.attention.kept_results import KeptResults
-from workflow.lib.kernels.attention.shared_prompts import SharedPrompts, document_starts
+from workflow.lib.kernels.attention.shared_prompts import SharedPrompts
 from workflow.lib.kernels.attention.wide import wide_attention
 
 FLATTENED = frozenset({VARLEN, FLASH, "flash_attention_3"})

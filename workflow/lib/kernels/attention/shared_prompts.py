@@ -8,13 +8,13 @@ queries and keys at the ends of documents; other implementations get a mask."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from workflow.lib.kernels.attention.document_lengths import document_starts
 from workflow.lib.kernels.attention.flex_masks import MaskKind
 
 Numbers = npt.NDArray[np.int64]
@@ -83,48 +83,6 @@ class _Gathered(torch.autograd.Function):
             copied = grad.index_select(0, keys.clamp(min=0))
             grad_tokens += copied.masked_fill_((keys < 0)[:, None, None], 0.0)
         return grad_tokens.to(grad.dtype), None
-
-
-def document_starts(position_ids: Any) -> Any:
-    """Return where documents start (rows, tokens) bool, of an array or a tensor of positions."""
-    starts = position_ids == 0
-    starts[:, 1:] |= position_ids[:, 1:] != position_ids[:, :-1] + 1
-    return starts
-
-
-def kept_tokens(
-    input_ids: npt.NDArray[Any],
-    position_ids: npt.NDArray[Any],
-    loss_mask: npt.NDArray[np.bool_],
-    *,
-    paired: bool,
-) -> npt.NDArray[np.bool_]:
-    """Return which tokens of rows (rows, seq_len) are kept when the documents of every example
-    share their common tokens before a trained one. paired: an example is two documents; else all
-    neighbours with the same prompt. Padding is not kept."""
-    kept = np.ones(position_ids.shape, dtype=np.bool_)
-    for ids, positions, trained, left in zip(input_ids, position_ids, loss_mask, kept, strict=True):
-        edges = [*np.flatnonzero(positions == 0).tolist(), len(positions)]
-        documents = [slice(*edge) for edge in pairwise(edges)]
-        if len(documents) % 2 if paired else not trained[documents[-1]].any():
-            left[documents.pop()] = False
-        first = slice(0)
-        for number, document in enumerate(documents):
-            pair = (first, document)
-            length = _common(*(ids[x] for x in pair), *(trained[x] for x in pair))
-            whole = number > 0 and all(length == trained[x].argmax() for x in pair)
-            if number % 2 if paired else whole:
-                left[document.start : document.start + max(0, length - 1)] = False
-            else:
-                first = document
-    return kept
-
-
-def _common(one: npt.NDArray[Any], other: npt.NDArray[Any], *trained: npt.NDArray[np.bool_]) -> int:
-    """Return how many first tokens two documents have in common, before a trained one."""
-    length = min(len(one), len(other))
-    ends = [one[:length] != other[:length], *(mask[:length] for mask in trained)]
-    return min((int(end.argmax()) for end in ends if end.any()), default=length)
 
 
 def prompt_mask(position_ids: torch.Tensor, kind: MaskKind) -> torch.Tensor:

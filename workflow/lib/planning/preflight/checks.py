@@ -9,8 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from workflow.lib.artifacts.layout import SERVING
 from workflow.lib.checkpoints.files.config_file import read_config, text_part
+from workflow.lib.kernels.attention.answer_rows import AnswerRows
 from workflow.lib.kernels.attention.document_lengths import LengthGroup
 from workflow.lib.model.architecture.kept_linears import checked_linears
 from workflow.lib.model.architecture.model_shape import ModelShape, read_shape
@@ -83,7 +86,8 @@ def read_tokens(path: Path) -> TokenCounts:
         sizes += [train["packed_rows"], train["trained_tokens"]]
         sizes += [train.get("documents") or 0]
         lengths = tuple(LengthGroup(*group) for group in train.get("lengths", ()))
-    except (KeyError, TypeError) as error:
+        rows = TypeAdapter(AnswerRows | None).validate_python(train.get("answer_rows"))
+    except (KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"{path} is no manifest of a tokens folder ({error!r}). Delete the folder and run "
             "again."
@@ -93,7 +97,7 @@ def read_tokens(path: Path) -> TokenCounts:
             f"{path}: the tokens folder has no training row. Check data.train and rejects.jsonl "
             "beside it."
         )
-    return replace(TokenCounts(*sizes), lengths=lengths)
+    return replace(TokenCounts(*sizes), lengths=lengths, answer_rows=rows)
 
 
 def check_model(

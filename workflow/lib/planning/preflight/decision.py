@@ -159,7 +159,10 @@ def _options(planned: PlannedRun, plan: StepPlan) -> Iterator[list[Option]]:
     where = circumstances(planned.settings, planned.shape, machine)
     yield from (_option_remedies(option, plan, where) for option in TABLE)
     lengths = _halves(plan.seq_len, SHORTEST_ROW)
-    yield [(f"data.seq_len = {n} (tokenizes again)", replace(plan, seq_len=n)) for n in lengths]
+    yield [
+        (f"data.seq_len = {n} (tokenizes again)", replace(plan, seq_len=n, answer_rows=None))
+        for n in lengths
+    ]
     yield [
         (
             f"hardware.context_parallel = {wide.context_parallel}",
@@ -318,6 +321,7 @@ def _searched(planned: PlannedRun) -> Decision:
         plan_from_settings(run, shape, machine),
         documents_per_row=tokens.documents_per_row,
         document_lengths=tokens.lengths,
+        answer_rows=tokens.answer_rows,
     )
     speed = speed_of(machine, compute_bytes=plan.compute_bytes)
     choices = open_choices(run, shape, machine)

@@ -45,7 +45,7 @@ class PlannedRun:
     def with_rows_of(self, seq_len: int) -> "PlannedRun":
         """Return the same run with as many full rows of another length."""
         trained = self.tokens.packed_rows * seq_len
-        tokens = replace(self.tokens, seq_len=seq_len, trained_tokens=trained)
+        tokens = replace(self.tokens, seq_len=seq_len, trained_tokens=trained, answer_rows=None)
         return replace(self._changed("data", seq_len=seq_len), tokens=tokens)
 
     def with_fewest_rows(self) -> "PlannedRun":
