@@ -29,6 +29,8 @@ KINDS = {
     "plain": {},
     "recomputed, dropout": {"dropout": 0.1},
     "float8": {"matmul_dtype": "float8"},
+    "weights kept decoded": {"keep_decoded": 2},
+    "weights of a layer kept in float8": {"matmul_dtype": "float8", "keep_decoded": 1},
     "flex": {"attention": "flex"},
     "flex, recomputed, dropout": {"attention": "flex", "dropout": 0.1},
     "embedding on the host": {"offload_embedding": True},
@@ -58,6 +60,7 @@ ON_TWO = {
     "recomputed, weights kept to backward": {"dropout": 0.1, "reshard_after_forward": False},
     "float8, embedding on the host": {"matmul_dtype": "float8", "offload_embedding": True},
     "two micro-batches": {"micro_batch_size": 1},
+    "weights kept in float8": {"matmul_dtype": "float8", "keep_decoded": 2},
     "replicas": {"replicas": 2},
     "flex": {"attention": "flex"},
     "kept on the host": STASHED,
@@ -192,6 +195,26 @@ in_16_bits = base_fixture(**SIZES, keep=("down_proj", r"layers\.1"))
 @pytest.mark.parametrize("kind", KINDS)
 def test_graphs_are_bit_equal_to_the_same_kernels_launched_one_by_one(base, one_gpu, kind):
     check_same_run(base, KINDS[kind], processes=one_gpu)
+
+
+DECODED = [
+    ("plain", "weights kept decoded"),
+    ("float8", "weights of a layer kept in float8"),
+]
+
+
+@pytest.mark.parametrize(("usual", "decoded"), DECODED)
+@pytest.mark.parametrize("stored", ["base", "in_16_bits"])
+def test_weights_that_stay_decoded_change_no_bit(stored, one_gpu, request, usual, decoded):
+    folder = request.getfixturevalue(stored)
+    one, other = (
+        run_distributed(trained, folder, KINDS[kind], "yes", "varlen", world_size=one_gpu)[0]
+        for kind in (usual, decoded)
+    )
+    assert one["off"] is other["off"] is None
+    assert one["metrics"] == other["metrics"]
+    for name, weight in one["final"].items():
+        assert torch.equal(weight, other["final"][name]), name
 
 
 @pytest.mark.parametrize("kind", ["plain", "float8", "DoRA", "weights of a layer on the host"])

@@ -14,6 +14,7 @@ from workflow.lib.planning.memory.allocation_tape import COMPUTE, EMPTY_CACHE, H
 from workflow.lib.planning.memory.peaks import EXPLANATIONS
 from workflow.lib.planning.memory.replay import replay
 from workflow.lib.planning.model_sizes import layer_bytes, offload_window, packed_bytes
+from workflow.lib.planning.work import DECODE
 from workflow.lib.recording.term_names import MAKERS
 
 LLAMA = llama_config(8192, 28672, 12, 64, 8, 32000)
@@ -96,6 +97,7 @@ def tapes(process):
         {"processes": 4, "replicas": 2, "accumulation_steps": 2, "offload_embedding": True},
         {"activation_checkpointing": 8, "offload_activations": 4},
         {"matmul_dtype": "float8"},
+        KEPT | GRAPHS | {"matmul_dtype": "float8", "keep_decoded": 5},
         {"matmul_dtype": "float8", "kept": ("down_proj", r"layers\.[13]")},
         PAIRS | {"start_reference": True, "accumulation_steps": 2},
         GRAPHED_PAIRS,
@@ -116,6 +118,7 @@ def test_every_tensor_is_released_but_those_that_stay(tapes, levers):
     assert set(tape.terms) <= set(EXPLANATIONS)
     stay = STAY | ({"saved_activations"} if asked.matmul_dtype == "float8" else set())
     stay |= {"lora_gradients"} if asked.graphed else set()
+    stay |= {"decoded_weights"} if asked.keep_decoded else set()
     there = [x for x in left(tape) if tape.streams[x] != HOST and tape.sizes[x] > FEW_NUMBERS]
     assert {tape.terms[x] for x in there} <= stay
 
@@ -127,6 +130,31 @@ def test_frozen_weights_take_the_bytes_of_their_storage(tapes, kept):
     terms = replay(tapes.of(plan)).peaks.terms
     stored = sum(layer_bytes(shape(), plan))
     assert stored <= terms["nf4_weights"] + terms.get("nf4_scales", 0) <= 1.0005 * stored
+
+
+BOTH_PASSES = {"matmul_dtype": "float8"}
+DECODED_BYTES = [
+    ({}, 2),
+    (BOTH_PASSES, 2),
+    (BOTH_PASSES | {"matmul_passes": "backward"}, 3),
+    (BOTH_PASSES | {"kept": (".+",)}, 2),
+    ({"kept": (".+",)}, 0),
+]
+
+
+@pytest.mark.parametrize(("levers", "num_bytes"), DECODED_BYTES, ids=str)
+def test_decoded_weights_take_their_bytes_and_are_decoded_no_more(tapes, levers, num_bytes):
+    """Scales add little; the first layer's queries, keys and values have no gradient of x."""
+    plan = chosen(**ALONE | KEPT | GRAPHS | levers)
+    once, always = (tapes.of(replace(plan, keep_decoded=count)) for count in (12, 0))
+    weights = 12 * sum(linear.num_weights for linear in shape().layer(0).linears)
+    peaks = [replay(tape).peaks for tape in (once, always)]
+    decoded = peaks[0].terms.get("decoded_weights", 0)
+    assert 0.99 * num_bytes * weights <= decoded <= 1.001 * num_bytes * weights
+    work_of_decoding = [phase.get(DECODE) for phase in once.work.phases.values()]
+    assert not any(work_of_decoding)
+    more = peaks[0].allocated_bytes - peaks[1].allocated_bytes
+    assert 0.97 * num_bytes * weights <= more <= 1.001 * num_bytes * weights
 
 
 def test_what_is_offloaded_is_page_locked_memory_of_the_host(tapes):
@@ -192,8 +220,8 @@ def left(tape):
 
 
 def test_tensors_are_named_by_the_code_that_makes_them(tapes):
-    """With each of them in one of two recordings."""
-    recorded = (WITH_TABLES, GRAPHS | OFFLOADED)
+    """With each of them in one of three recordings."""
+    recorded = (WITH_TABLES, GRAPHS | OFFLOADED, ALONE | KEPT | GRAPHS | {"keep_decoded": 12})
     assert {*MAKERS.values()} <= {term for x in recorded for term in tapes.of(chosen(**x)).terms}
 
 

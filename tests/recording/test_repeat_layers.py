@@ -40,8 +40,11 @@ def large(tape):
                      "dropout": 0.05, "dora": True}, None),
         (LLAMA, 11, {"offload_activations": True, "optimizer": "adamw_8bit"}, 131072),
         (GEMMA, 10, {"processes": 1, "activation_checkpointing": False, "attention": "flex"}, None),
+        (LLAMA, 12, {"activation_checkpointing": False, "keep_decoded": 5, "cuda_graphs": True,
+                     "matmul_dtype": "float8"}, None),
     ],
-    ids=["kept gathered", "some recomputed, some on the host", "offloaded", "windows by turns"],
+    ids=["kept gathered", "some recomputed, some on the host", "offloaded", "windows by turns",
+         "some decoded"],
 )  # fmt: skip
 def test_repeated_layers_ask_for_what_all_layers_ask(process, config, layers, levers, window_bytes):
     chosen = setup(seq_len=128, fused_layers=True, offload_window_bytes=window_bytes, **levers)

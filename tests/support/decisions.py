@@ -17,7 +17,12 @@ llama_8b = llama_shape(
 )
 
 # Settings that leave the plan nothing to choose but micro-batch and recomputation.
-AS_IT_WAS = {"offload_activations": False, "offload_layers": 0, "reshard_after_forward": True}
+AS_IT_WAS = {
+    "offload_activations": False,
+    "offload_layers": 0,
+    "keep_decoded": 0,
+    "reshard_after_forward": True,
+}
 
 
 def run_config(**sections: Any) -> RunConfig:

@@ -19,7 +19,7 @@ from workflow.lib.planning.model_sizes import (
     trainable_parameters,
     weights_by_path,
 )
-from workflow.lib.planning.work import Amount, Work
+from workflow.lib.planning.work import NOTHING, Amount, Work
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.units import MIB
 
@@ -66,8 +66,13 @@ class MadeUpMemory:
             "lora_weights": 4 * trained // plan.shards,
             "lora_gradients": 4 * trained // plan.shards,
             "adam_moments": (2 if plan.optimizer.endswith("8bit") else 8) * trained // plan.shards,
+            "decoded_weights": self._decoded(plan),
             "cublas_workspace": 64 * MIB,
         }
+
+    def _decoded(self, plan: StepPlan) -> int:
+        weights = sum(x.num_weights for x in self._shape.layer(0).linears)
+        return plan.compute_bytes * plan.keep_decoded * weights
 
     def _kept(self, plan: StepPlan, layer: int) -> int:
         values = kept_elements(self._shape.layer(layer), plan) + plan.dropout * 10**4
@@ -116,11 +121,14 @@ def made_up_work(shape: ModelShape, plan: StepPlan) -> Work:
     kept = sum(size * tokens * kept_elements(layer, plan) for layer in layers)
     attended = 2.0 * tokens * plan.seq_len * sum(x.num_heads * x.head_dim for x in layers)
     per_layer = 7.0 * num_layers
+    decoded = 1 - plan.keep_decoded / num_layers
 
     def passes(times: float) -> dict[str, Amount]:
         return {
             f"{work.MATMUL}@10": Amount(times * 2.0 * tokens * weights, 0.0, times * per_layer),
-            work.DECODE: Amount(0.0, times * 5.0 * (packed - in_16_bits), times * per_layer),
+            work.DECODE: NOTHING.plus(
+                Amount(0.0, 5.0 * (packed - in_16_bits), per_layer), times * decoded
+            ),
             f"{work.EQUAL}@10": Amount(times * attended, 0.0, times * num_layers),
             work.MEMORY: Amount(0.0, times * 3.0 * kept, times * 20.0 * num_layers),
         }

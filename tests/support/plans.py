@@ -17,6 +17,7 @@ PLANNED = {
     "offload_window_bytes",
     "offload_embedding",
     "offload_layers",
+    "keep_decoded",
     "tile_tokens",
     "shares_prompts",
 }

@@ -164,6 +164,30 @@ def test_auto_goes_on_without_8_bits_where_they_cost_too_much(gates):
     assert gates[0]["allowed", "on"]
 
 
+def decoded_runs(world, base):
+    """Train with weights decoded at each use, and kept decoded; return losses and norms, and the
+    forms that are kept."""
+    found, store = [], random_store(rows=5, seq_len=21)
+    config = settings("float8", max_steps=3)
+    for count in (0, 2):
+        plan = make_plan(**KEPT, keep_decoded=count)
+        training = built_model(base, config, plan, world, matmul_dtype="float8").training
+        optimizer = make_optimizer(training, config.train)
+        trainer = Trainer.over(training, optimizer, store, config.train, 1, world)
+        check_precision(training, store, config.train, world)
+        kept = [x.kept for _, x in frozen_linears(training.peft_model) if x.kept is not None]
+        assert not any(kept), "a check is no step"
+        found.append([(m.loss, m.grad_norm) for m in trainer.steps(first_step=0, num_steps=3)])
+        forms = {form for x in kept for form in x}
+    return *found, forms
+
+
+def test_weights_that_stay_in_float8_change_no_bit(random_base):
+    ((plain, decoded, forms),) = run_in_group(decoded_runs, random_base, world_size=1)
+    assert plain == decoded
+    assert forms == {(torch.float8_e4m3fn, False), (torch.float8_e4m3fn, True)}
+
+
 def test_experts_are_in_float8_with_linears(tmp_path):
     source = tiny_mixture("qwen3_moe", tmp_path / "original", moe_intermediate_size=64)
     training = adapted(quantized(source, tmp_path / "nf4"), attention="eager")

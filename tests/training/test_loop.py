@@ -44,6 +44,10 @@ SINGLE = {
     "dropout": {"dropout": 0.3},
     "dropout, activations kept": {"dropout": 0.3, "activation_checkpointing": False},
     "every second layer's activations kept": {"activation_checkpointing": 2},
+    "weights of a layer kept decoded": {"keep_decoded": 1},
+    "weights kept decoded, activations too": {
+        "keep_decoded": 2, "activation_checkpointing": False,
+    },
     "clipped": {"max_grad_norm": CLIP},
     "fused": {"fused_layers": True},
     "fused, activations offloaded": {
@@ -82,6 +86,7 @@ SHARDED = {
     "1 row at a time": {"micro_batch_size": 1},
     "2 rows at a time": {},
     "weights kept after forward": {"micro_batch_size": 1, "reshard_after_forward": False},
+    "weights of a layer kept decoded": {"micro_batch_size": 1, "keep_decoded": 1},
     "clipped": {"max_grad_norm": CLIP},
     "fused, dropout": {"fused_layers": True, "dropout": 0.3},
     "fused, dora": {"fused_layers": True, "use_dora": True},
@@ -260,6 +265,13 @@ def test_tiles_of_tokens_train_the_same_run(single):
 
 def test_weights_kept_after_forward_change_no_bit(sharded):
     assert_identical(sharded[0]["weights kept after forward"], sharded[0]["1 row at a time"])
+
+
+def test_weights_that_stay_decoded_change_no_bit(single, sharded):
+    for variant in ("weights of a layer kept decoded", "weights kept decoded, activations too"):
+        assert_identical(single[variant], single["3 rows at a time"])
+    (decoded, plain) = ("weights of a layer kept decoded", "1 row at a time")
+    assert_identical(sharded[0][decoded], sharded[0][plain])
 
 
 @pytest.mark.parametrize("processes", ["one", "several"])

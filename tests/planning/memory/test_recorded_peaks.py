@@ -31,6 +31,7 @@ def straight(plan):
         4000
         - 200 * plan.offload_layers
         + (500 - 20 * plan.offload_layers) * (not plan.reshard_after_forward)
+        + 800 * plan.keep_decoded
     )
     workspace = rows * (300 if plan.tile_tokens else 900) + 70 * rows * plan.keep_attention
     return Peaks(
@@ -58,6 +59,7 @@ def lines(record, **changes):
         ({"reshard_after_forward": False, "micro_batch_size": 2}, 3),
         ({"offload_layers": 5, "micro_batch_size": 2}, 3),
         ({"offload_layers": 8, "reshard_after_forward": False}, 2),
+        ({"keep_decoded": 3, "activation_checkpointing": False, "micro_batch_size": 4}, 3),
         ({"tile_tokens": 64, "micro_batch_size": 4, "offload_activations": True}, 3),
         ({"keep_attention": True, "activation_checkpointing": 2}, 2),
     ],

@@ -106,7 +106,7 @@ def test_recordings_are_kept_and_an_estimate_makes_few_of_them(tmp_path, monkeyp
     estimate = asked("--estimate")
     assert estimate["method"] == "lines"
     peaks = {path.name for path in folder.iterdir()}
-    assert len(peaks) == 5
+    assert len(peaks) == 6
     assert all(name.endswith(".peaks.json.gz") for name in peaks)
     first = asked()
     assert (first["method"], first["plan"]) == ("replay", estimate["plan"])

@@ -2,7 +2,7 @@
 
 It takes a micro-batch and returns its summed loss, never logits of all positions."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, Self
 
@@ -163,12 +163,17 @@ class CausalLMForTraining(nn.Module):
         float8 cannot multiply."""
         float8 = {way: dtype != COMPUTE_DTYPE and passes in ("both", way) for way in WAYS}
         self.matmul_precision = MatmulPrecision(**float8)
-        if dtype == COMPUTE_DTYPE:
-            return
         for path, linear in frozen_linears(self.peft_model):
-            path = path.removeprefix("base_model.model.").replace(".base_layer", "")
-            check_shape(path, linear.spec.shape, block_size=linear.spec.unit)
+            if dtype != COMPUTE_DTYPE:
+                path = path.removeprefix("base_model.model.").replace(".base_layer", "")
+                check_shape(path, linear.spec.shape, block_size=linear.spec.unit)
             linear.matmul_precision = self.matmul_precision
+
+    def keep_decoded_(self, layers: Iterable[int]) -> None:
+        """Keep what training steps decode of the frozen weights of these decoder layers."""
+        for number in layers:
+            for _, linear in frozen_linears(self._layers[number]):
+                linear.kept = {}
 
     def balance_routers_(self, coefficient_setting: float | None) -> None:
         """Add the load-balancing loss of `train.router_aux_loss_coef`. Raises `UserError` if the

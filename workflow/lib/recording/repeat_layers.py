@@ -215,7 +215,6 @@ TYPES = (bool, int, str, type(None))
 def layer_kinds(model: PreTrainedModel, choice: LayerChoice) -> list[int]:
     """Return the number of each layer's kind: equal modules and options. No two are equal if layers
     read from a particular other one."""
-    taken = (choice.recomputed, choice.activations_on_host, choice.weights_on_host)
     types = getattr(model.config.get_text_config(), "layer_types", None)
     # Layers that share keys, or parts of a table (Gemma 3n, 4): none can be left out.
     shares = any(getattr(module, "is_kv_shared_layer", False) for module in model.modules())
@@ -227,7 +226,7 @@ def layer_kinds(model: PreTrainedModel, choice: LayerChoice) -> list[int]:
                 _modules(layer),
                 types[number] if types else None,
                 number if connected else None,
-                *(number in layers for layers in taken),
+                *(number in layers for layers in choice),
             ),
             len(numbers),
         )

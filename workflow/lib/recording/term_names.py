@@ -24,6 +24,7 @@ MAKERS = {
     ("activation_offload", ""): "offloaded_activations",
     ("packed_layers", "fetch"): "gathered_layer",
     ("lora_matmul", "_cast"): "adapter_casts",
+    ("frozen_linear", "_keep"): "decoded_weights",
     ("frozen_linear", "dequantize"): "dequantized_weight",
     ("frozen_stack", ""): "dequantized_weight",
     ("optimizers", "__init__"): "adam_moments",

@@ -505,16 +505,15 @@ class HardwareConfig(Section):
     """Machines that train one run together; more than one needs a cluster profile (`--profile
     workflow/profiles/slurm`)."""
     gpu_model: str | None = Field(None, min_length=1, max_length=128)
-    """GPUs to plan for if none is visible (a login node), like `H100` or `A100 40GB`; null = only
-    visible ones. Another kind has its figures behind its name, as below."""
+    """GPUs to plan for if none is visible, like `H100` or `A100 40GB`; another kind has its figures
+    behind its name, as below. null = only visible ones."""
     cpu_processes: int = Field(2, ge=1, le=64)
     """Processes (gloo ranks) per node of a run on CPUs."""
     gpu_memory_gib: Gib | Literal["auto"] = "auto"
     """Usable memory of each GPU, GiB; `auto` = as the driver reports. A smaller value is
     enforced."""
     host_memory_gib: Gib | Literal["auto"] = "auto"
-    """Usable host memory of all processes of a node together, GiB; `auto` = the available
-    memory."""
+    """Usable host memory of a node's processes together, GiB; `auto` = the available memory."""
     memory_margin_gib: float = Field(0.5, ge=0.0, le=64.0)
     """GPU memory that must stay free in the prediction, GiB."""
     shard_size: Annotated[int, Field(ge=2)] | Literal["auto"] = "auto"
@@ -524,16 +523,19 @@ class HardwareConfig(Section):
     """Neighbouring processes that share the tokens of each row: a divisor of `shard_size`, at most
     the model's heads. `auto` = the fewest with which the run fits."""
     price_per_gpu_hour: float | None = Field(None, gt=0.0, le=1e6)
-    """Price of a GPU hour in any currency, for the predicted cost; null = no cost is shown."""
+    """Price of a GPU hour, for the predicted cost; null = none."""
     offload_activations: bool | Layers | Literal["auto"] = "auto"
-    """Offload activations to page-locked host memory until backward: of all layers, or of this
-    many. `auto` = if it makes the run fit or faster."""
+    """Offload activations to page-locked host memory: of all layers, or of this many. `auto` = if
+    the run then fits or is faster."""
     offload_embedding: bool | Literal["auto"] = Field("auto", union_mode="left_to_right")
     """Read embedding rows from the model's file on the host, without a table on GPUs. `auto` = with
     several GPUs."""
     offload_layers: Layers | Literal["auto"] = "auto"
-    """Number of decoder layers, spread evenly, with packed weights offloaded to page-locked host
-    memory. `auto` = the fewest with which the plan fits."""
+    """Decoder layers, spread evenly, with packed weights in page-locked host memory. `auto` = the
+    fewest with which the plan fits."""
+    keep_decoded: Layers | Literal["auto"] = "auto"
+    """Decoder layers, spread evenly, whose frozen weights stay decoded on the GPUs: less time, more
+    memory. `auto` = as many as fit where all activations are kept."""
     tile_tokens: Annotated[int, Field(ge=0, le=2**24)] | Literal["auto"] = "auto"
     """Tokens that feed-forwards and experts of long rows compute at a time; 0 = all. `auto` = 8,192
     where rows of at least 16,384 need it. Only rounding differs."""
@@ -541,5 +543,5 @@ class HardwareConfig(Section):
     """Free gathered weights after forward (FULL_SHARD). false = keep them for backward
     (SHARD_GRAD_OP): more memory, half the traffic."""
     cuda_graphs: bool = True
-    """Launch a micro-batch as one CUDA graph, on one machine with FlashAttention or flex. Otherwise
-    preflight gives the reason. Only rounding differs."""
+    """Launch a micro-batch as one CUDA graph, on one machine with FlashAttention or flex. Only
+    rounding differs."""

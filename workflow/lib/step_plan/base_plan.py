@@ -12,6 +12,7 @@ from workflow.lib.kernels.attention.attention_choice import FLEX, VARLEN
 from workflow.lib.kernels.attention.document_lengths import LengthGroup
 from workflow.lib.model.loss.vocabulary_slices import vocabulary_slices
 from workflow.lib.settings.objectives import NEEDS, ObjectiveName
+from workflow.lib.settings.train import ALL_LINEARS
 from workflow.lib.system.dtype_choice import COMPUTE_DTYPE
 
 AttentionKind = Literal["flash", "flex", "sdpa", "eager"]
@@ -95,6 +96,11 @@ class BasePlan:
     def accumulates(self) -> bool:
         """Whether a step has several micro-batches."""
         return self.accumulation_steps > 1
+
+    @property
+    def decodes(self) -> bool:
+        """Whether matmuls of training steps decode or round frozen weights."""
+        return self.kept != ALL_LINEARS or self.matmul_dtype != COMPUTE_DTYPE
 
     @property
     def compute_bytes(self) -> int:

@@ -60,6 +60,7 @@ class MemoryOption:
     tried: Callable[[Circumstances], Sequence[Value]] | None = None
     """The values that the search tries for `auto`; None: no others."""
     fewest: bool = False  # counts layers; the search takes the fewest with which a plan fits
+    spends: bool = False  # counts layers; the search takes the most with which a plan fits
     obstacle: Callable[[BasePlan, Value, Circumstances], Obstacle | None] = _nothing
     left_out: bool = False
     """On by default: an obstacle turns it off; other options are refused."""
@@ -80,7 +81,7 @@ class MemoryOption:
     @property
     def searched(self) -> bool:
         """Whether preflight may decide it."""
-        return self.tried is not None or self.fewest
+        return self.tried is not None or self.fewest or self.spends
 
     def of(self, plan: BasePlan) -> Any:
         """Return a plan's value."""
@@ -124,6 +125,7 @@ class MemoryOptions(BasePlan):
     offload_window_bytes: int | None = None
     """Offloaded activations on the device at a time; null without offloaded ones."""
     offload_layers: int = 0  # decoder layers whose packed weights are offloaded to host memory
+    keep_decoded: int = 0  # decoder layers whose frozen weights stay decoded
     cuda_graphs: bool = False
     """Forward and backward of a micro-batch are a CUDA graph, unless an obstacle forbids it."""
     fused_layers: bool = False  # fused norms and feed-forwards, where the family has such
@@ -142,6 +144,7 @@ class MemoryOptions(BasePlan):
                 self.offload_activations, recomputation=level, num_layers=num_layers
             ),
             spread(self.offload_layers, num_layers),
+            spread(self.keep_decoded, num_layers),
         )
 
     @property
@@ -196,11 +199,13 @@ def _activations_in_words(value: bool | int, num_layers: int) -> str:
     return f"activations of {_layers_in_words(count, num_layers)}" if count else ""
 
 
-def _layers_obstacle(what: str, *, off: str, whole: str = "") -> Callable[..., Obstacle | None]:
-    """The obstacles of an option that offloads `what` of some layers; whole: also to be set."""
+def _layers_obstacle(
+    what: str | None = None, *, off: str = "0", whole: str = ""
+) -> Callable[..., Obstacle | None]:
+    """The obstacles of an option of some layers; what: it offloads; whole: also to be set."""
 
     def obstacle(plan: BasePlan, value: int, where: Circumstances) -> Obstacle | None:
-        if not where.cuda:
+        if what and not where.cuda:
             return Obstacle(
                 f"this run is on CPUs, whose {what} are in host memory anyway",
                 f"Set it to auto or {off}, or use GPUs (hardware.gpus)",
@@ -311,6 +316,23 @@ TABLE = (
         words=lambda freed, _: "freed after forward" if freed else "kept for backward",
     ),
     MemoryOption(
+        "keep_decoded",
+        "hardware.keep_decoded",
+        off=0,
+        most=0,
+        spends=True,
+        obstacle=_layers_obstacle(),
+        # kept activations save more time by byte
+        needless=lambda plan: (
+            bool(plan.activation_checkpointing or plan.offload_activations or plan.offload_layers)
+            or not plan.decodes
+        ),
+        title="recomputation",
+        words=lambda count, num_layers: (
+            f"weights of {_layers_in_words(count, num_layers)} kept decoded" if count else ""
+        ),
+    ),
+    MemoryOption(
         "tile_tokens",
         "hardware.tile_tokens",
         off=0,
@@ -354,7 +376,7 @@ TABLE = (
         "hardware.offload_layers",
         off=0,
         fewest=True,
-        obstacle=_layers_obstacle("weights", off="0"),
+        obstacle=_layers_obstacle("weights"),
         on_host=True,
         title=OFFLOADED,
         words=lambda count, num_layers: (

@@ -221,6 +221,7 @@ def assemble_(
     if choice.recomputed:
         checkpoint_activations_(model, choice.recomputed, kept=kept)
     training.multiply_in_(plan.matmul_dtype, plan.matmul_passes)
+    training.keep_decoded_(choice.decoded)
     training.balance_routers_(router_aux_loss_coef)
     if plan.shares_prompts and (
         obstacle := training.share_prompts_(rows_are_cut=plan.context_parallel > 1)

@@ -230,7 +230,7 @@ class Trainer:
         Collective."""
         if self.training.reference is None:
             return batches
-        with self.training.matmul_precision.in_eight_bits():
+        with self.training.matmul_precision.training_step():
             references = self.training.reference.step_log_probs(
                 self.training, rows, partial(self.batches.again, rows)
             )
@@ -239,7 +239,7 @@ class Trainer:
     def _estimate(self, rows: StepRows) -> torch.Tensor | None:
         """Return the objective's estimate for the whole step, or None. Collective."""
         batches = (batch for _, batch in self._step_batches(rows))
-        with self.training.matmul_precision.in_eight_bits():
+        with self.training.matmul_precision.training_step():
             return step_estimate(self.training, batches, divisor=rows.divisor, world=self.world)
 
     def _prefetch(self, steps: range, batches: Iterator[MicroBatch]) -> StepInProgress | None:
@@ -257,7 +257,7 @@ class Trainer:
 
     def run_micro_batches(self, current: StepInProgress, *, count: int | None = None) -> None:
         """Run the next `count` micro-batches of a step, by default all that are left."""
-        with self.training.adapters.unchanged(), self.training.matmul_precision.in_eight_bits():
+        with self.training.adapters.unchanged(), self.training.matmul_precision.training_step():
             current.loss.add(islice(current.batches, count))
 
     def _finish_backward(self, current: StepInProgress) -> PendingScalars:
@@ -330,7 +330,7 @@ class Trainer:
             self.run_micro_batches(self._in_progress(rows, batches, by_graphs=False))
             sum_copies_(self.training)
         self._seed_dropout(rows)  # so that the search draws the same dropout
-        with self.training.matmul_precision.in_eight_bits():
+        with self.training.matmul_precision.training_step():
             return find_origin(self.training, self._step_batches(rows), world=self.world)
 
     def _drop_gradients(self) -> None:

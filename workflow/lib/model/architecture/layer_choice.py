@@ -2,27 +2,26 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
+from typing import NamedTuple
 
 # All layers, none, every k-th, or a share of them.
 Recomputation = bool | int | float
 
 
-@dataclass(frozen=True)
-class LayerChoice:
+class LayerChoice(NamedTuple):
     """The decoder layers, by number, of a plan's memory options."""
 
     recomputed: Sequence[int]
     activations_on_host: Sequence[int]
     weights_on_host: Sequence[int]
+    decoded: Sequence[int]  # their frozen weights stay decoded
 
     def among(self, numbers: Sequence[int]) -> "LayerChoice":
         """Return the choice for a model of these layers alone, renumbered."""
         indices = {number: index for index, number in enumerate(numbers)}
-        taken = (self.recomputed, self.activations_on_host, self.weights_on_host)
-        return LayerChoice(*([indices[x] for x in layers if x in indices] for layers in taken))
+        return LayerChoice(*([indices[x] for x in layers if x in indices] for layers in self))
 
 
 def recomputed_share(recomputation: Recomputation) -> Fraction:

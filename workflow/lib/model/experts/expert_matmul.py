@@ -77,8 +77,8 @@ def row_weights(
     """Return rows `start` to `stop` of every expert (experts, stop - start, in), for y."""
     if not float8:
         return Weights(base.dequantize_rows(start, stop, dtype))
-    stack, scales = _stored(base)
-    return Weights(rows_in_float8(stack, scales, start, stop), scales)
+    values = base.kept_or(lambda: rows_in_float8(*_stored(base), start, stop), FLOAT8)
+    return Weights(values, _scales(base))
 
 
 def column_weights(
@@ -87,16 +87,24 @@ def column_weights(
     """Return columns `start` to `stop` of every expert, transposed, for the gradient of x."""
     if not float8:
         return Weights(base.dequantize_columns(start, stop, dtype).transpose(1, 2))
-    stack, scales = _stored(base)
-    return Weights(columns_in_float8(stack, scales, start, stop), scales)
+    values = base.kept_or(
+        lambda: columns_in_float8(*_stored(base), start, stop), FLOAT8, transposed=True
+    )
+    return Weights(values, _scales(base))
 
 
 def _stored(base: FrozenStack) -> tuple[StoredStack, torch.Tensor]:
-    """Return the stored weights, and each expert's scale (experts,) fp32, computed at first use."""
+    """Return the stored weights with their scales."""
     stack = StoredStack(base.stored(), base.num_experts, base.expert_rows, base.in_features)
+    return stack, _scales(base)
+
+
+def _scales(base: FrozenStack) -> torch.Tensor:
+    """Return each expert's scale (experts,) fp32, computed at first use."""
     if base.row_scales is None:
-        base.row_scales = row_scales(stack.stored, stack.by_expert)
-    return stack, base.row_scales
+        by_expert = (base.num_experts, base.expert_rows * base.in_features)
+        base.row_scales = row_scales(base.stored(), by_expert)
+    return base.row_scales
 
 
 class Adapter(NamedTuple):

@@ -4,7 +4,7 @@
 Each stored part is a frozen 1-D float32 view of its bytes: FSDP2 copies bf16 groups through float
 and rewrites NaN bits (pytorch#159333, bitsandbytes#1945), torch 2.11 refuses frozen uint8
 parameters, and so each rank holds 1/N of the state that other integrations replicate (1 GiB per GPU
-at 70B). The weight is decoded at each use.
+at 70B). The weight is decoded at each use, unless it is kept decoded.
 
 y = x W^T and the gradient g W of x are computed in the compute dtype or in 8 bits, as the model's
 `MatmulPrecision` says. In the compute dtype the matmul accumulates on the adapter's part; in 8 bits
@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from workflow.lib.kernels.eight_bits.matmul import (
+    FLOAT8,
     Rounded,
     RoundedWeight,
     Stored,
@@ -40,6 +41,18 @@ class MatmulPrecision:
         """Which of them are in float8 within the block."""
         self.forward = self.backward = False
         """Whether y = x W^T, and g W, are in float8 now."""
+        self.in_step = False
+        """Whether this is the work of a training step."""
+
+    @contextmanager
+    def training_step(self) -> Iterator[None]:
+        """Do the work of a training step in the block, in 8 bits as `in_eight_bits`."""
+        self.in_step = True
+        try:
+            with self.in_eight_bits():
+                yield
+        finally:
+            self.in_step = False
 
     @contextmanager
     def in_eight_bits(self) -> Iterator[None]:
@@ -67,6 +80,9 @@ class FrozenLinear(nn.Linear):
         self.spec, self._sizes = spec, spec.sizes
         self.matmul_precision = IN_COMPUTE_DTYPE
         self.row_scales: torch.Tensor | None = None  # of float8: weights do not change
+        self.kept: dict[tuple[torch.dtype, bool], torch.Tensor] | None = None
+        """The decoded forms that training steps use, by dtype and whether transposed; None: none is
+        kept. Steps make them before CUDA graphs, which run from the second micro-batch on."""
         for name, num_bytes in self._sizes.items():
             padded = torch.empty(math.ceil(num_bytes / 4), device="meta")  # whole elements of fp32
             self.register_parameter(name, nn.Parameter(padded, requires_grad=False))
@@ -78,7 +94,28 @@ class FrozenLinear(nn.Linear):
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the weight in `dtype`, shape (out_features, in_features), perhaps as a view. Must
         be called while the parameters are gathered (inside its layer's forward or backward)."""
-        return self.spec.decode(self.stored(), dtype)
+        return self.kept_or(lambda: self.spec.decode(self.stored(), dtype), dtype)
+
+    def keeps(self, dtype: torch.dtype, *, transposed: bool = False) -> bool:
+        """Whether a decoded form is kept, or will be if it is decoded now."""
+        if self.kept is None or not self.spec.decoded_bytes(dtype):
+            return False
+        return self.matmul_precision.in_step or (dtype, transposed) in self.kept
+
+    def kept_or(
+        self, decode: Callable[[], torch.Tensor], dtype: torch.dtype, *, transposed: bool = False
+    ) -> torch.Tensor:
+        """Return the whole weight in a form that `decode` makes, unless it is kept."""
+        if not self.keeps(dtype, transposed=transposed):
+            return decode()
+        assert self.kept is not None
+        if (form := (dtype, transposed)) not in self.kept:
+            self._keep(form, decode)
+        return self.kept[form]
+
+    def _keep(self, form: tuple[torch.dtype, bool], decode: Callable[[], torch.Tensor]) -> None:
+        assert self.kept is not None
+        self.kept[form] = decode()
 
     def stored(self) -> Stored:
         """Return the stored weight, gathered."""
@@ -127,9 +164,8 @@ def frozen_value(
 ) -> torch.Tensor:
     """Return W x, and + b if `bias`, (T, out) in `dtype`, of rows x (T, in)."""
     if isinstance(rows, Rounded):
-        scales = _row_scales(linear)
-        weight = decoded(linear.stored(), scales, linear.spec.shape)
-        y = eight_bit_matmul(rows, RoundedWeight(weight, scales), dtype=dtype)
+        weight = RoundedWeight(_in_float8(linear), _row_scales(linear))
+        y = eight_bit_matmul(rows, weight, dtype=dtype)
         return y.add_(linear.bias) if bias and linear.bias is not None else y
     return nn.functional.linear(rows, linear.dequantize(dtype), linear.bias if bias else None)
 
@@ -164,10 +200,18 @@ def scaled_matmul(
 def _backward_operands(grad: torch.Tensor, linear: FrozenLinear) -> tuple[Rounded, RoundedWeight]:
     """Return the operands of g W: the gradient times the rows' scales, and W / s transposed, since
     both must be contiguous along the summed dim."""
-    scales = _row_scales(linear)
-    left = rounded(grad, factors=scales)
-    weight = decoded(linear.stored(), scales, linear.spec.shape, transposed=True)
-    return left, RoundedWeight(weight, None)
+    left = rounded(grad, factors=_row_scales(linear))
+    return left, RoundedWeight(_in_float8(linear, transposed=True), None)
+
+
+def _in_float8(linear: FrozenLinear, *, transposed: bool = False) -> torch.Tensor:
+    """Return W / s (out, in) in float8, or transposed (in, out)."""
+
+    def decode() -> torch.Tensor:
+        shape = linear.spec.shape
+        return decoded(linear.stored(), _row_scales(linear), shape, transposed=transposed)
+
+    return linear.kept_or(decode, FLOAT8, transposed=transposed)
 
 
 def _row_scales(linear: FrozenLinear) -> torch.Tensor:

@@ -2,13 +2,15 @@
 
 A stack (experts, out, in) is stored like a linear of `experts * out` rows, so loading, sharding and
 offload treat it as one. A matmul decodes at most `DECODED_BYTES`: some rows, or columns, of all
-experts (where an expert's tokens begin is known to the device alone)."""
+experts (where an expert's tokens begin is known to the device alone). A stack that is kept decoded
+has one slice."""
 
 import math
 from collections.abc import Iterator
 
 import torch
 
+from workflow.lib.kernels.eight_bits.matmul import FLOAT8
 from workflow.lib.model.layers.frozen_linear import FrozenLinear
 from workflow.lib.model.layers.weight_storage import WeightStorage
 from workflow.lib.system.errors import UserError
@@ -46,22 +48,32 @@ class FrozenStack(FrozenLinear):
 
     def row_slices(self, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
         """Yield (start, stop) of rows of all experts that are decoded at a time."""
+        if self.keeps(dtype):
+            yield 0, self.expert_rows
+            return
         yield from _slices(self.expert_rows, self._unit(self.in_features), self._most(dtype))
 
     def column_slices(self, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
         """Yield (start, stop) of columns decoded at a time: all, unless rows begin at blocks."""
+        if self.keeps(dtype, transposed=dtype == FLOAT8):
+            yield 0, self.in_features
+            return
         whole = bool(self.in_features % self.spec.unit)
         unit = self.in_features if whole else self.spec.unit
         yield from _slices(self.in_features, unit, self._most(dtype))
 
     def dequantize_rows(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
         """Return rows `start` to `stop` of every expert (experts, stop - start, in)."""
+        if self.keeps(dtype):
+            return self._whole(dtype)[:, start:stop]
         width, size = self.in_features, self.expert_rows * self.in_features
         decoded = self._decode(start * width, (stop - start) * width, size, dtype)
         return decoded.view(self.num_experts, stop - start, width)
 
     def dequantize_columns(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
         """Return columns `start` to `stop` of every expert (experts, out, stop - start)."""
+        if self.keeps(dtype):
+            return self._whole(dtype)[..., start:stop]
         if stop - start == self.in_features:
             return self.dequantize_experts(0, self.num_experts, dtype)
         decoded = self._decode(start, stop - start, self.in_features, dtype)
@@ -72,6 +84,9 @@ class FrozenStack(FrozenLinear):
         size = self.expert_rows * self.in_features
         decoded = self._decode(start * size, (stop - start) * size, self.num_experts * size, dtype)
         return decoded.view(stop - start, self.expert_rows, self.in_features)
+
+    def _whole(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.dequantize(dtype).view(self.num_experts, self.expert_rows, self.in_features)
 
     def _unit(self, width: int) -> int:
         """Return the fewest rows of `width` weights that are whole units of the storage."""

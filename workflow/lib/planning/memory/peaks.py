@@ -40,6 +40,7 @@ EXPLANATIONS = {
     "adapter_casts": "LoRA adapters in the compute dtype",
     "layer_workspace": "temporaries of one decoder layer",
     "dequantized_weight": "the largest linear, dequantized for its matmul",
+    "decoded_weights": "frozen weights that stay decoded (hardware.keep_decoded)",
     "gathered_gradients": (
         "one layer's adapter gradients before they are reduced, and the reduction's input"
     ),

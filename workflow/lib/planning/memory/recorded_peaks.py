@@ -30,6 +30,7 @@ class Point(NamedTuple):
     offload_activations: bool | int
     reshard_after_forward: bool
     offload_layers: int
+    keep_decoded: int
     tile_tokens: int
     keep_attention: bool
 
@@ -111,6 +112,11 @@ class RecordedPeaks:
         yield kept._replace(offload_layers=self._num_layers), share
         yield kept, 1 - share
         yield first, -1.0
+        if plan.keep_decoded != common.keep_decoded:
+            share = plan.keep_decoded / self._num_layers
+            encoded = first._replace(activation_checkpointing=self._least)
+            yield encoded._replace(keep_decoded=self._num_layers), share
+            yield encoded, -share
 
     def _rows(self, plan: StepPlan) -> Iterator[tuple[int, float]]:
         if self._more == self._few:
@@ -146,5 +152,6 @@ def _kind(plan: StepPlan) -> Hashable:
         plan.offload_activations,
         plan.reshard_after_forward,
         plan.offload_layers > 0,
+        plan.keep_decoded > 0,
         *(getattr(plan, field) for field in APART),
     )

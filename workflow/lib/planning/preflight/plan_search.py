@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Protocol
 
-from workflow.lib.model.architecture.model_shape import ModelShape
+from workflow.lib.model.architecture.model_shape import DecoderLayer, ModelShape
 from workflow.lib.planning.machine import Machine
 from workflow.lib.planning.memory.peaks import Peaks
 from workflow.lib.planning.memory.replay import Replay
@@ -36,6 +36,8 @@ LARGEST_CPU_MICRO_BATCH = 8
 # Two plans of different kinds must differ by more than the error of predicted times
 # (docs/predictions.md), two of a kind by less.
 UNSURE, NEGLIGIBLE = 0.10, 0.03
+# Of a step's time, by options that spend memory: less is not worth a fuller GPU.
+LEAST_WON, MOST_WON = 0.01, 0.25
 VERDICTS_OF_CHOSEN = ("chosen", "needs least, does not fit")
 
 
@@ -77,6 +79,8 @@ class Choices:
     values: Mapping[str, Sequence[Value]]  # values to try of memory options, by field
     fewest: Sequence[MemoryOption] = ()
     """Options of which the fewest layers are tried that let a plan fit."""
+    spending: Sequence[MemoryOption] = ()
+    """Options of which the most layers are tried with which a plan fits."""
 
     def plans(self, plan: StepPlan, *, rows: int) -> Iterator[StepPlan]:
         """Yield all combinations for `rows` rows per process and step."""
@@ -99,8 +103,14 @@ def open_choices(run: RunConfig, shape: ModelShape, machine: Machine) -> Choices
     _, sizes = check_batch(run, machine)
     where = circumstances(run, shape, machine)
     values = {option.field: option.open_values(wanted(run, option), where) for option in TABLE}
-    counted = [x for x in TABLE if x.fewest and wanted(run, x) == "auto" and where.cuda]
-    return Choices(sizes, {field: tried for field, tried in values.items() if tried}, counted)
+    counted = [x for x in TABLE if wanted(run, x) == "auto" and where.cuda]
+    return Choices(
+        sizes,
+        {field: tried for field, tried in values.items() if tried},
+        [option for option in counted if option.fewest],
+        # spare memory is for bits first
+        [option for option in counted if option.spends and not run.quantize.measures],
+    )
 
 
 class PeaksOf(Protocol):
@@ -135,6 +145,7 @@ def candidates(question: Question, plan: StepPlan, choices: Choices) -> list[Can
             unasked.append(tried)
         else:
             options += _with_fewest_layers(question, tried, choices, unasked=False)
+    options += _spending(question, options, choices)
     on_device = (x for x in options if x.fits and not takes_host_memory(x.plan))
     fastest_s = min((option.step_s for option in on_device), default=math.inf)
     for tried in unasked:
@@ -145,6 +156,42 @@ def candidates(question: Question, plan: StepPlan, choices: Choices) -> list[Can
     if question.machine.imagined_host is None or any(option.fits for option in options):
         return options
     return [_in_all_of_the_host(option, question.limits) for option in options]
+
+
+def _spending(
+    question: Question, options: Sequence[Candidate], choices: Choices
+) -> Iterator[Candidate]:
+    """Yield faster plans with as many layers of the options that spend memory as fit, of plans from
+    which they may make the fastest."""
+    fitting = [candidate for candidate in options if candidate.fits]
+    fastest_s = min((candidate.step_s for candidate in fitting), default=math.inf)
+    for candidate, option in product(fitting, choices.spending):
+        plan = candidate.plan
+        room = -candidate.lacking_bytes * question.shape.num_layers
+        if (
+            option.needless(plan)
+            or candidate.step_s > fastest_s * (1 + MOST_WON)
+            or room < question.shape.total(_weights)
+        ):
+            continue
+        most = plan.changed({option.field: _most_layers(question, plan, option)})
+        faster = predicted_candidate(question, most, unasked=False)
+        if faster.step_s * (1 + LEAST_WON) <= candidate.step_s:
+            yield faster
+
+
+def _weights(layer: DecoderLayer) -> int:
+    """The frozen weights of a layer, and the bytes of its smallest decoded form."""
+    return sum(linear.num_weights for linear in layer.linears)
+
+
+def _most_layers(question: Question, plan: StepPlan, option: MemoryOption) -> int:
+    """Return the most layers of an option with which `plan`, which fits, still does."""
+
+    def exceeds(count: int) -> bool:
+        return not question.holds(plan.changed({option.field: count}))
+
+    return bisect_left(range(1, question.shape.num_layers + 1), True, key=exceeds)
 
 
 def _with_fewest_layers(
