@@ -72,6 +72,17 @@ def test_attention_is_kept_in_recomputed_layers_of_long_rows_where_its_results_a
     assert in_words(plan, 36)["recomputation"] == "all 36 layers, without attention"
 
 
+def test_weights_stay_decoded_in_all_layers_if_the_model_has_fewer():
+    plan = setup(keep_decoded=40, activation_checkpointing=False)
+    assert [*plan.layers(36).decoded] == [*range(36)]
+    assert in_words(plan, 36)["recomputation"] == "no layers, weights of all 36 layers kept decoded"
+    decoded = ROWS["keep_decoded"]
+    assert not decoded.needless(plan)
+    for changes in ({"activation_checkpointing": 2}, {"offload_layers": 1}, {"kept": (".+",)}):
+        assert decoded.needless(replace(plan, **changes))
+    assert not decoded.needless(replace(plan, kept=(".+",), matmul_dtype="float8"))
+
+
 def test_option_that_another_forbids_names_both_settings():
     trained = setup(trains_embedding=True)
     with pytest.raises(UserError, match=r"offload_embedding = true: lora\.modules_to_save"):

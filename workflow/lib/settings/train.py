@@ -534,8 +534,8 @@ class HardwareConfig(Section):
     """Decoder layers, spread evenly, with packed weights in page-locked host memory. `auto` = the
     fewest with which the plan fits."""
     keep_decoded: Layers | Literal["auto"] = "auto"
-    """Decoder layers, spread evenly, whose frozen weights stay decoded on the GPUs: less time, more
-    memory. `auto` = as many as fit where all activations are kept."""
+    """Decoder layers, spread evenly (or all), whose frozen weights stay decoded on the GPUs.
+    `auto` = as many as fit where all activations are kept."""
     tile_tokens: Annotated[int, Field(ge=0, le=2**24)] | Literal["auto"] = "auto"
     """Tokens that feed-forwards and experts of long rows compute at a time; 0 = all. `auto` = 8,192
     where rows of at least 16,384 need it. Only rounding differs."""

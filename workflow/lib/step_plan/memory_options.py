@@ -125,7 +125,7 @@ class MemoryOptions(BasePlan):
     offload_window_bytes: int | None = None
     """Offloaded activations on the device at a time; null without offloaded ones."""
     offload_layers: int = 0  # decoder layers whose packed weights are offloaded to host memory
-    keep_decoded: int = 0  # decoder layers whose frozen weights stay decoded
+    keep_decoded: int = 0  # decoder layers whose frozen weights stay decoded, all if too many
     cuda_graphs: bool = False
     """Forward and backward of a micro-batch are a CUDA graph, unless an obstacle forbids it."""
     fused_layers: bool = False  # fused norms and feed-forwards, where the family has such
@@ -144,7 +144,7 @@ class MemoryOptions(BasePlan):
                 self.offload_activations, recomputation=level, num_layers=num_layers
             ),
             spread(self.offload_layers, num_layers),
-            spread(self.keep_decoded, num_layers),
+            spread(min(self.keep_decoded, num_layers), num_layers),
         )
 
     @property
@@ -199,13 +199,11 @@ def _activations_in_words(value: bool | int, num_layers: int) -> str:
     return f"activations of {_layers_in_words(count, num_layers)}" if count else ""
 
 
-def _layers_obstacle(
-    what: str | None = None, *, off: str = "0", whole: str = ""
-) -> Callable[..., Obstacle | None]:
-    """The obstacles of an option of some layers; what: it offloads; whole: also to be set."""
+def _layers_obstacle(what: str, *, off: str, whole: str = "") -> Callable[..., Obstacle | None]:
+    """The obstacles of an option that offloads `what` of some layers; whole: also to be set."""
 
     def obstacle(plan: BasePlan, value: int, where: Circumstances) -> Obstacle | None:
-        if what and not where.cuda:
+        if not where.cuda:
             return Obstacle(
                 f"this run is on CPUs, whose {what} are in host memory anyway",
                 f"Set it to auto or {off}, or use GPUs (hardware.gpus)",
@@ -321,7 +319,6 @@ TABLE = (
         off=0,
         most=0,
         spends=True,
-        obstacle=_layers_obstacle(),
         # kept activations save more time by byte
         needless=lambda plan: (
             bool(plan.activation_checkpointing or plan.offload_activations or plan.offload_layers)
@@ -329,7 +326,9 @@ TABLE = (
         ),
         title="recomputation",
         words=lambda count, num_layers: (
-            f"weights of {_layers_in_words(count, num_layers)} kept decoded" if count else ""
+            f"weights of {_layers_in_words(min(count, num_layers), num_layers)} kept decoded"
+            if count
+            else ""
         ),
     ),
     MemoryOption(
@@ -376,7 +375,7 @@ TABLE = (
         "hardware.offload_layers",
         off=0,
         fewest=True,
-        obstacle=_layers_obstacle("weights"),
+        obstacle=_layers_obstacle("weights", off="0"),
         on_host=True,
         title=OFFLOADED,
         words=lambda count, num_layers: (
