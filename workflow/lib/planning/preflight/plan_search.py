@@ -161,8 +161,8 @@ def candidates(question: Question, plan: StepPlan, choices: Choices) -> list[Can
 def _spending(
     question: Question, options: Sequence[Candidate], choices: Choices
 ) -> Iterator[Candidate]:
-    """Yield faster plans with as many layers of the options that spend memory as fit, of plans from
-    which they may make the fastest."""
+    """Yield plans with as many layers of the options that spend memory as fit, if they are faster
+    than all plans that fit."""
     fitting = [candidate for candidate in options if candidate.fits]
     fastest_s = min((candidate.step_s for candidate in fitting), default=math.inf)
     for candidate, option in product(fitting, choices.spending):
@@ -176,7 +176,7 @@ def _spending(
             continue
         most = plan.changed({option.field: _most_layers(question, plan, option)})
         faster = predicted_candidate(question, most, unasked=False)
-        if faster.step_s * (1 + LEAST_WON) <= candidate.step_s:
+        if faster.step_s * (1 + LEAST_WON) <= fastest_s:
             yield faster
 
 
