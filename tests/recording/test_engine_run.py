@@ -102,6 +102,7 @@ def tapes(process):
         PAIRS | {"start_reference": True, "accumulation_steps": 2},
         GRAPHED_PAIRS,
         GRAPHS | KTO,
+        KTO | {"micro_batch_size": 1},
         GRAPHS | {"objective": "grpo", "start_reference": True},
         GRAPHS | DISTILLED,
     ],

@@ -2,7 +2,11 @@
 
 import pytest
 
-from workflow.lib.system.dtype_choice import MatmulHardware, choose_matmul_dtype
+from workflow.lib.system.dtype_choice import (
+    MatmulHardware,
+    check_float8_shape,
+    choose_matmul_dtype,
+)
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.gpu_models import BY_NAME
 
@@ -55,3 +59,10 @@ def test_type_that_a_gpu_lacks_is_refused(gpu, name, message):
 def test_other_compute_type_on_a_gpu_is_refused():
     with pytest.raises(UserError, match=r"compute dtype bfloat16, and model\.compute_dtype means"):
         choose_matmul_dtype("float8", hardware("NVIDIA H200"), compute_dtype="float16")
+
+
+@pytest.mark.parametrize("shape", [(48, 96), (40, 128), (48, 100)])
+def test_linear_that_8_bits_cannot_multiply_is_named(shape):
+    check_float8_shape("model.layers.3.up_proj", (48, 128), block_size=64)
+    with pytest.raises(UserError, match=r"matmul_dtype = float8: model.layers.3.up_proj .*multip"):
+        check_float8_shape("model.layers.3.up_proj", shape, block_size=64)

@@ -5,6 +5,7 @@ import gzip
 import json
 from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -17,12 +18,16 @@ from tests.support.mixtures import tiny_mixture
 from tests.support.models import adapted, base_fixture, heldout_from, quantized, random_store
 from tests.support.plans import make_plan
 from tests.support.token_arrays import token_arrays
+from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.data.tokens.token_store import TokenStore
+from workflow.lib.model import backends
 from workflow.lib.model.layers.frozen_linear import frozen_linears
 from workflow.lib.model.layers.frozen_stack import FrozenStack
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
+from workflow.lib.system.dtype_choice import MatmulHardware
 from workflow.lib.system.errors import UserError
 from workflow.lib.training.best_adapter import HeldOut
+from workflow.lib.training.build import plan_of_device
 from workflow.lib.training.loop import Trainer, make_optimizer
 from workflow.lib.training.startup_checks import check_precision
 
@@ -195,3 +200,21 @@ def test_experts_are_in_float8_with_linears(tmp_path):
     linears = [module for _, module in frozen_linears(training.peft_model)]
     assert {isinstance(x, FrozenStack) for x in linears} == {False, True}
     assert all(x.matmul_precision is training.matmul_precision for x in linears)
+
+
+def dtypes_here(world, base):
+    """The matmul dtype of `auto` on a device with float8, for plans in either."""
+    hardware = MatmulHardware(cuda=True, float8=True)
+    config = RunConfig(
+        model={"compute_dtype": "bfloat16", "attention": "sdpa"}, train={"matmul_dtype": "auto"}
+    )
+    with patch.object(backends, "matmul_hardware", lambda device: hardware):
+        return [
+            plan_of_device(make_plan(matmul_dtype=x), Checkpoint(base), config, world).matmul_dtype
+            for x in ("float8", "compute_dtype")
+        ]
+
+
+def test_plan_without_8_bits_stays_so_where_the_device_has_them(random_base):
+    """Its weights' shapes may be in the way."""
+    assert run_in_group(dtypes_here, random_base, world_size=1) == [["float8", "compute_dtype"]]

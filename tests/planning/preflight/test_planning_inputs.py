@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from tests.support.decisions import decided, llama_8b, run_config
 from tests.support.families import FAMILIES
 from tests.support.other_decoders import MIXTURES, config_of
-from tests.support.preflight_examples import machine, setup
+from tests.support.preflight_examples import llama_shape, machine, setup
 from tests.support.refusals import refusal
 from workflow.lib.checkpoints.files.attention_needs import attention_needs as config_needs
 from workflow.lib.kernels.attention.attention_choice import AttentionNeeds
@@ -55,6 +55,33 @@ def test_gpus_without_bfloat16_compute_in_float16_and_without_flash_attention():
     assert compute_dtype(run_config().model, machine(**OLD)) == "float16"
     found = plan_from_settings(run, llama_8b, machine(**OLD))
     assert (found.compute_bytes, found.attention) == (2, "sdpa")
+
+
+@pytest.mark.parametrize(
+    ("quantize", "dtype"),
+    [
+        ({}, "float8"),
+        ({"block_size": 512}, "compute_dtype"),
+        ({"block_size": 512, "keep": ("down_proj",)}, "float8"),
+        ({"block_size": 512, "method": "none"}, "float8"),
+    ],
+    ids=str,
+)
+def test_matmuls_are_in_8_bits_by_themselves_only_if_all_weights_can_be(quantize, dtype):
+    """Rows of 11,008 weights are no whole blocks of 512. What is asked for is refused at once."""
+    gpus = machine(float8=True)
+    shape = llama_shape(
+        layers=2, hidden=4096, feed_forward=11008, heads=32, kv_heads=32, vocab=32000
+    )
+    run = run_config(quantize=quantize, train={"matmul_dtype": "auto"})
+    assert plan_from_settings(run, shape, gpus).matmul_dtype == dtype
+    asked = run_config(quantize=quantize, train={"matmul_dtype": "float8"})
+    if dtype == "float8":
+        assert plan_from_settings(asked, shape, gpus).matmul_dtype == dtype
+    else:
+        message = r"down_proj has the shape \(4096, 11008\), and float8 needs rows of whole blocks"
+        with pytest.raises(UserError, match=message):
+            plan_from_settings(asked, shape, gpus)
 
 
 def test_bfloat16_on_gpus_without_it_is_refused():

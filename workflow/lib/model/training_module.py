@@ -12,7 +12,6 @@ from torch import nn
 from workflow.lib.checkpoints.decoder_layers import decoder_layers
 from workflow.lib.kernels.attention.kept_results import KeptResults
 from workflow.lib.kernels.attention.reference import attending_by_reference
-from workflow.lib.kernels.eight_bits.matmul import check_shape
 from workflow.lib.model.activation_offload import ActivationOffload
 from workflow.lib.model.architecture.routers import balance_coefficient
 from workflow.lib.model.experts.router_balance import (
@@ -39,7 +38,7 @@ from workflow.lib.model.trained_modules import (
 from workflow.lib.model.tried_classes.magnitudes import note_changes_in_place_
 from workflow.lib.objectives.next_token import NEXT_TOKEN
 from workflow.lib.objectives.objective import Objective
-from workflow.lib.system.dtype_choice import COMPUTE_DTYPE
+from workflow.lib.system.dtype_choice import COMPUTE_DTYPE, check_float8_shape
 
 WAYS = ("forward", "backward")
 
@@ -166,7 +165,7 @@ class CausalLMForTraining(nn.Module):
         for path, linear in frozen_linears(self.peft_model):
             if dtype != COMPUTE_DTYPE:
                 path = path.removeprefix("base_model.model.").replace(".base_layer", "")
-                check_shape(path, linear.spec.shape, block_size=linear.spec.unit)
+                check_float8_shape(path, linear.spec.shape, block_size=linear.spec.unit)
             linear.matmul_precision = self.matmul_precision
 
     def keep_decoded_(self, layers: Iterable[int]) -> None:

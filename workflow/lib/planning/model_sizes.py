@@ -48,12 +48,7 @@ def packed_bytes(
 
 def weights_by_path(shape: ModelShape) -> dict[str, int]:
     """Return the weights of every linear and stack of experts, by its path in the model."""
-    layers = (
-        (f"{shape.layers}.{number}.{linear.path}", linear.num_weights)
-        for number in range(shape.num_layers)
-        for linear in shape.layer(number).linears
-    )
-    return dict(layers) | {linear.path: linear.num_weights for linear in shape.other_linears}
+    return {path: linear.num_weights for path, linear in shape.linears_by_path().items()}
 
 
 def adapter_parameters(linears: Iterable[Linear], plan: StepPlan) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from workflow.lib.data.tokens.token_store import OPTIONAL
@@ -183,7 +184,7 @@ class RecordedBatches:
             batch = replace(batch, firsts=firsts, step_sizes=torch.ones(len(STEP_SIZES)))
         counts = {"token": tokens, "example": len(firsts)}
         required = {
-            name: torch.from_numpy(np.zeros(counts[array.per], dtype=array.dtype))
+            name: _zeros(counts[array.per], dtype=array.dtype)
             for name, array in OPTIONAL.items()
             if array.required and array.examples == needs.examples
         }
@@ -195,3 +196,9 @@ class RecordedBatches:
         if needs.scores_of is not None and not plan.start_reference:
             return replace(batch, reference=torch.zeros(tokens))
         return batch
+
+
+def _zeros(count: int, *, dtype: npt.DTypeLike) -> torch.Tensor:
+    """Return zeros (count,) of a dtype of numpy. Of one element from numpy itself, fake tensors
+    would keep the value, and compute with it outside of the recorder (torch 2.11)."""
+    return torch.zeros(count, dtype=torch.from_numpy(np.zeros(0, dtype=dtype)).dtype)

@@ -5,7 +5,7 @@ device (`model.backends`)."""
 
 from dataclasses import dataclass
 
-from workflow.lib.system.errors import setting_error
+from workflow.lib.system.errors import UserError, setting_error
 
 
 def choose_dtype(name: str, *, cuda: bool, bfloat16: bool) -> str:
@@ -27,6 +27,7 @@ def choose_dtype(name: str, *, cuda: bool, bfloat16: bool) -> str:
 
 
 COMPUTE_DTYPE, FLOAT8 = "compute_dtype", "float8"
+ALIGNED = 16  # cuBLAS requires multiples as sizes of a matrix in float8
 
 
 @dataclass(frozen=True)
@@ -52,3 +53,15 @@ def choose_matmul_dtype(name: str, device: MatmulHardware, *, compute_dtype: str
         )
         raise setting_error("train.matmul_dtype", name, obstacle, "Set it to compute_dtype")
     return name
+
+
+def check_float8_shape(path: str, shape: tuple[int, int], *, block_size: int) -> None:
+    """Raise `UserError` if a linear (out, in) cannot be multiplied in 8 bits. block_size: 1 for a
+    weight in 16 bits."""
+    blocks = f"rows of whole blocks of {block_size} (quantize.block_size) and "
+    if shape[1] % block_size or any(size % ALIGNED for size in shape):
+        raise UserError(
+            f"train.matmul_dtype = float8: {path} has the shape {shape}, and float8 needs "
+            f"{blocks if block_size > 1 else ''}sizes that are multiples of {ALIGNED}. Set "
+            "train.matmul_dtype to compute_dtype."
+        )

@@ -46,6 +46,7 @@ from workflow.lib.objectives.from_settings import objective_of
 from workflow.lib.objectives.objective import Objective
 from workflow.lib.settings.config import LoraSettings, RunConfig
 from workflow.lib.step_plan.plan import StepPlan
+from workflow.lib.system.dtype_choice import COMPUTE_DTYPE
 from workflow.lib.system.errors import setting_error
 from workflow.lib.training.start_adapter import load_start_
 from workflow.lib.training.start_reference import StartReference
@@ -99,13 +100,18 @@ class TrainingModel:
 
 
 def plan_of_device(plan: StepPlan, base: Checkpoint, config: RunConfig, world: World) -> StepPlan:
-    """Return the plan with the settings' dtypes and attention on this device. Collective."""
+    """Return the plan with the settings' dtypes and attention on this device. Collective.
+
+    Of `train.matmul_dtype: auto` the plan may have left out what the weights' shapes forbid."""
     settings, device = config.model, world.device
     dtype, needs = resolve_dtype(settings.compute_dtype, device), base.attention_needs
     training_needs = needs.with_dropout(settings.attention_dropout).over(plan.context_parallel)
     resolve = partial(
         resolve_training_attention, settings.attention, device, training_needs, compute_dtype=dtype
     )
+    matmuls: str = config.train.matmul_dtype
+    if matmuls == "auto" and plan.matmul_dtype == COMPUTE_DTYPE:
+        matmuls = COMPUTE_DTYPE
     resolve()  # compares kernels with their references
     decide_kernels(world)
     attention = resolve()
@@ -116,7 +122,7 @@ def plan_of_device(plan: StepPlan, base: Checkpoint, config: RunConfig, world: W
         plan,
         compute_dtype=str(dtype).removeprefix("torch."),
         attention=attention.name,
-        matmul_dtype=resolve_matmul_dtype(config.train.matmul_dtype, device, compute_dtype=dtype),
+        matmul_dtype=resolve_matmul_dtype(matmuls, device, compute_dtype=dtype),
     )
 
 

@@ -110,8 +110,6 @@ round_rows = Op(
 """Fills values and scales with `rows`, and returns them."""
 
 
-# What cuBLAS requires of a matrix in float8.
-ALIGNED = 16
 DECODED_BLOCKS = 64  # of a program
 TRANSPOSED_ROWS = 128  # of a program
 CASE_SHAPE = (16, 128)
@@ -128,17 +126,6 @@ class RoundedWeight(NamedTuple):
 
     values: torch.Tensor  # (N, K), for a matmul that sums over K
     scales: torch.Tensor | None  # (N,) fp32; None for ones
-
-
-def check_shape(path: str, shape: tuple[int, int], *, block_size: int) -> None:
-    """Raise `UserError` if a linear (out, in) cannot be multiplied in 8 bits."""
-    blocks = f"rows of whole blocks of {block_size} (quantize.block_size) and "
-    if shape[1] % block_size or any(size % ALIGNED for size in shape):
-        raise UserError(
-            f"train.matmul_dtype = float8: {path} has the shape {shape}, and float8 needs "
-            f"{blocks if block_size > 1 else ''}sizes that are multiples of {ALIGNED}. Set "
-            "train.matmul_dtype to compute_dtype."
-        )
 
 
 def row_scales(stored: Stored, shape: tuple[int, int]) -> torch.Tensor:

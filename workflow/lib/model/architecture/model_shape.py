@@ -177,14 +177,18 @@ class ModelShape:
         linears = [*(x for kind in self.kinds for x in kind.linears), *self.other_linears]
         return tuple(dict.fromkeys(linear.name for linear in linears))
 
-    def linear_paths(self) -> list[str]:
-        """Return the paths of all decoder linears in the model."""
-        layer_paths = [
-            f"{self.layers}.{number}.{linear.path}"
+    def linears_by_path(self) -> dict[str, Linear]:
+        """Return all decoder linears and stacks of experts by their paths in the model."""
+        in_layers = {
+            f"{self.layers}.{number}.{linear.path}": linear
             for number in range(self.num_layers)
             for linear in self.layer(number).linears
-        ]
-        return layer_paths + [linear.path for linear in self.other_linears]
+        }
+        return in_layers | {linear.path: linear for linear in self.other_linears}
+
+    def linear_paths(self) -> list[str]:
+        """Return the paths of `linears_by_path`."""
+        return list(self.linears_by_path())
 
     def router_paths(self) -> list[str]:
         """Return the paths of the routers of all layers in the model."""

@@ -21,16 +21,23 @@ from workflow.lib.model.architecture.adapter_targets import (
     adapter_ranks,
     modules_to_save,
 )
-from workflow.lib.model.architecture.kept_linears import checked_linears
+from workflow.lib.model.architecture.kept_linears import checked_linears, kept_linears
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.model.architecture.routers import balance_coefficient
 from workflow.lib.planning.machine import Machine
-from workflow.lib.settings.config import HardwareConfig, ModelConfig, RunConfig
+from workflow.lib.settings.config import HardwareConfig, ModelConfig, QuantizeConfig, RunConfig
 from workflow.lib.settings.objectives import NEEDS, reads_start
 from workflow.lib.step_plan.memory_options import TABLE, Circumstances, MemoryOption, Value
 from workflow.lib.step_plan.plan import StepPlan
-from workflow.lib.system.dtype_choice import MatmulHardware, choose_dtype, choose_matmul_dtype
-from workflow.lib.system.errors import setting_error
+from workflow.lib.system.dtype_choice import (
+    COMPUTE_DTYPE,
+    FLOAT8,
+    MatmulHardware,
+    check_float8_shape,
+    choose_dtype,
+    choose_matmul_dtype,
+)
+from workflow.lib.system.errors import UserError, setting_error
 
 
 def rows_per_process(global_batch_size: int, *, processes: int, sharing: int = 1) -> int:
@@ -57,11 +64,12 @@ def shard_size(wanted: int | str, *, processes: int) -> int:
         return processes
     size = int(wanted)
     if processes % size:
+        numbers = ", ".join(map(str, divisors(processes)[1:]))
         raise setting_error(
             "hardware.shard_size",
             size,
             f"must divide the {processes} processes of the run into equal groups",
-            f"Set it to {', '.join(map(str, divisors(processes)[1:])) or 'auto'}, or auto",
+            f"Set it to {numbers}, or auto" if numbers else "Set it to auto",
         )
     return size
 
@@ -142,11 +150,28 @@ def compute_dtype(model: ModelConfig, machine: Machine) -> str:
     )
 
 
-def matmul_dtype(run: RunConfig, machine: Machine) -> str:
-    """Return the matmul dtype of training; raises `UserError` if the machine lacks it."""
-    dtype = compute_dtype(run.model, machine)
+def matmul_dtype(run: RunConfig, shape: ModelShape, machine: Machine) -> str:
+    """Return the matmul dtype of training, of `auto` one that all weights can have; raises
+    `UserError` if the machine lacks it, or a weight's shape is in the way."""
+    dtype, asked = compute_dtype(run.model, machine), run.train.matmul_dtype
     hardware = MatmulHardware(machine.device == "cuda", machine.float8)
-    return choose_matmul_dtype(run.train.matmul_dtype, hardware, compute_dtype=dtype)
+    chosen = choose_matmul_dtype(asked, hardware, compute_dtype=dtype)
+    try:
+        if chosen == FLOAT8:
+            _check_float8_shapes(run.quantize, shape)
+    except UserError:
+        if asked != "auto":
+            raise
+        return COMPUTE_DTYPE
+    return chosen
+
+
+def _check_float8_shapes(quantize: QuantizeConfig, shape: ModelShape) -> None:
+    linears = shape.linears_by_path()
+    kept = kept_linears(quantize.kept, linears)
+    for path, linear in linears.items():
+        size = (linear.out_features, linear.in_features)
+        check_float8_shape(path, size, block_size=1 if path in kept else quantize.block_size)
 
 
 def training_attention(
@@ -247,7 +272,7 @@ def plan_from_settings(run: RunConfig, shape: ModelShape, machine: Machine) -> S
         compute_dtype=compute_dtype(run.model, machine),
         attention=attention,
         attention_dropout=needs.with_dropout(run.model.attention_dropout).dropout > 0,
-        matmul_dtype=matmul_dtype(run, machine),
+        matmul_dtype=matmul_dtype(run, shape, machine),
         matmul_passes=run.train.matmul_passes,
         objective=run.train.objective,
         shares_prompts=run.preferences.shared_prompt
