@@ -153,14 +153,14 @@ def compute_dtype(model: ModelConfig, machine: Machine) -> str:
 def matmul_dtype(run: RunConfig, shape: ModelShape, machine: Machine) -> str:
     """Return the matmul dtype of training, of `auto` one that all weights can have; raises
     `UserError` if the machine lacks it, or a weight's shape is in the way."""
-    dtype, asked = compute_dtype(run.model, machine), run.train.matmul_dtype
+    dtype, setting = compute_dtype(run.model, machine), run.train.matmul_dtype
     hardware = MatmulHardware(machine.device == "cuda", machine.float8)
-    chosen = choose_matmul_dtype(asked, hardware, compute_dtype=dtype)
+    chosen = choose_matmul_dtype(setting, hardware, compute_dtype=dtype)
     try:
         if chosen == FLOAT8:
             _check_float8_shapes(run.quantize, shape)
     except UserError:
-        if asked != "auto":
+        if setting != "auto":
             raise
         return COMPUTE_DTYPE
     return chosen
