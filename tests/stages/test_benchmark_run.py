@@ -14,7 +14,7 @@ from tests.support.models import tiny_llama
 from tests.support.plans import make_plan
 from tests.support.preloaded_python import preloaded_python
 from workflow.benchmark.cases import load_benchmark, requests
-from workflow.benchmark.measure import Job, together
+from workflow.benchmark.measure import Job, take_steps, together
 from workflow.benchmark.prediction import prepare
 from workflow.benchmark.record import Observed
 from workflow.lib.model.architecture.model_shape import shape_of_document
@@ -194,6 +194,20 @@ def test_what_workers_had_measured_when_a_call_was_killed_is_not_measured_again(
     rows = {row.key: row for row in several(args, asked)}
     assert speed_of(rows["flash"]) == 7.0
     assert rows["sdpa"].cause == "sdpa", "it alone is started"
+
+
+def test_first_step_begins_before_its_end_as_it_may_compile_for_longer_than_loading_may_take():
+    begun = []
+
+    def steps(*, first_step, num_steps):
+        for step in range(first_step, num_steps):
+            assert begun == list(range(step + 1))
+            yield SimpleNamespace(step=step, elapsed_s=2.0 * step + 5.0, loss=1.0, grad_norm=0.5)
+
+    observed = Observed()
+    pulse = cast(Any, SimpleNamespace(step=begun.append))
+    take_steps(cast(Any, SimpleNamespace(steps=steps)), 3, observed, pulse)
+    assert observed.step_s == [5.0, 2.0, 2.0]
 
 
 def test_measurement_takes_the_largest_peaks_and_the_speed_of_all_later_steps():

@@ -90,7 +90,7 @@ def measure(jobs: Sequence[Job]) -> Iterator[Measurement | None]:
         ) as world,
     ):
         for job in jobs:
-            pulse.phase("loading")
+            pulse.phase("loading", least_s=timeout_s)
             observed = Observed()
             try:
                 _train(job, RunConfig.model_validate(job.run), world, observed, pulse)
@@ -155,15 +155,21 @@ def _train(job: Job, config: RunConfig, world: World, observed: Observed, pulse:
         MicroBatchGraphs(model.training, world) if plan.graphed else None,
     )
     start_training(observed)
+    take_steps(trainer, plan.num_steps, observed, pulse)
+    end_training(observed)
+    observed.graphs_off = trainer.graphs_off
+
+
+def take_steps(trainer: Trainer, count: int, observed: Observed, pulse: Pulse) -> None:
+    """Train for `count` steps; note the seconds, loss and gradient norm of each. Collective."""
+    pulse.step(0)  # which may compile
     ended_s = 0.0
-    for metrics in trainer.steps(first_step=0, num_steps=plan.num_steps):
+    for metrics in trainer.steps(first_step=0, num_steps=count):
         pulse.step(metrics.step + 1)
         observed.step_s.append(metrics.elapsed_s - ended_s)
         observed.losses.append(metrics.loss)
         observed.grad_norms.append(metrics.grad_norm)
         ended_s = metrics.elapsed_s
-    end_training(observed)
-    observed.graphs_off = trainer.graphs_off
 
 
 def _rows(job: Job, config: RunConfig) -> TokenStore:

@@ -114,11 +114,11 @@ def _cap_bytes(request: Request, machine: Machine) -> int | None:
 
 
 def _capped(machine: Machine, run: RunConfig, cap_bytes: int | None) -> Machine:
-    """Return the machine with smaller GPUs, on which PyTorch may take `cap_bytes`."""
+    """Return the machine with smaller GPUs, on which PyTorch may take `cap_bytes`: a plan leaves
+    its margin of them free, as on any GPU."""
     if cap_bytes is None:
         return machine
-    limits = budget(run.hardware, machine)
-    outside = limits.outside_allocator_bytes + limits.margin_bytes
+    outside = budget(run.hardware, machine).outside_allocator_bytes
     return replace(machine, gpu_bytes=cap_bytes + outside)
 
 
