@@ -79,12 +79,13 @@ def _how(line: dict[str, Any]) -> str:
     """Say what differs from bf16 with recomputation, 2 rows of 2,048 tokens, and rank 16."""
     sizes = line["sizes"]
     other = [f"{WORDS[key]}: {sizes[key]}" for key, usual in PLAIN.items() if sizes[key] != usual]
+    settings = {k: v for section in line["settings"].values() for k, v in section.items()}
     if line["peer"] is not None:
         peer = line["peer"]
         liger = " + Liger" if peer["liger"] else ""
         kept = "recomputation" if peer["checkpointing"] else "all kept"
-        return ", ".join([f"TRL + {peer['strategy']}{liger}", kept, *other])
-    settings = {k: v for section in line["settings"].values() for k, v in section.items()}
+        objective = [f"objective: {settings['objective']}"] if "objective" in settings else []
+        return ", ".join([f"TRL + {peer['strategy']}{liger}", kept, *objective, *other])
     recomputed = settings.pop("activation_checkpointing", True)
     words = [
         str(settings.pop("products", settings.pop("matmul_dtype", "bf16"))),

@@ -57,7 +57,7 @@ class BenchmarkConfig(Section):
     rank: int = Field(16, ge=1, le=1024)
     """Rank of the adapter, on all linear layers."""
     steps: int = Field(6, ge=1, le=10_000)
-    """Optimizer steps of a case; speed is that of the last two thirds together."""
+    """Optimizer steps of a case; speed is that of the last two thirds, without the last."""
     device: Literal["auto", "cpu"] = "auto"
     """`auto` = the GPUs, if any is visible."""
     processes: tuple[Annotated[int, Field(ge=1, le=4096)], ...] | Literal["auto"] = "auto"

@@ -104,9 +104,10 @@ def measure(jobs: Sequence[Job]) -> Iterator[Measurement | None]:
 
 
 def together(everyone: Sequence[Observed], job: Job) -> Measurement:
-    """Return the measurement over all processes; speed is of the last two thirds of steps."""
+    """Return the measurement over all processes; speed is of the last two thirds of steps, but the
+    last: work launched ahead delays the numbers of all others, so the last one looks short."""
     main = everyone[0]
-    timed = main.step_s[len(main.step_s) // 3 :]
+    timed = main.step_s[len(main.step_s) // 3 : -1] or main.step_s
     tokens = job.plan.tokens * job.plan.accumulation_steps
     pairs_per_s = job.pairs and job.pairs / len(everyone) / statistics.median(timed)
     largest = {name: max(getattr(observed, name) for observed in everyone) for name in LARGEST}

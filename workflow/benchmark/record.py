@@ -29,7 +29,7 @@ class Observed(Record, frozen=False):
 class Measurement(Observed):
     """A case over all processes: largest peaks and slowest load; all else of the main one."""
 
-    tokens_per_s_per_process: float  # tokens a second over the last two thirds of the steps
+    tokens_per_s_per_process: float  # over the last two thirds of the steps, without the last
     pairs_per_s_per_process: float | None = None
     """Pairs a second by the median of these steps; null without pairs."""
     allocated_bytes_by_process: list[int]  # `allocated_bytes` of each process
