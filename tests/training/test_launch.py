@@ -85,6 +85,26 @@ def test_processes_of_a_job_share_its_threads_or_the_cores(monkeypatch, given, p
     assert (found["OMP_NUM_THREADS"], found["MKL_NUM_THREADS"]) == (str(threads), str(threads))
 
 
+# Prints the page faults of ten rounds over 64 MiB after the first, in blocks like activations.
+ROUNDS = """
+from resource import RUSAGE_SELF, getrusage
+def fill():
+    [bytearray(8 << 20) for _ in range(8)]
+fill()
+before = getrusage(RUSAGE_SELF).ru_minflt
+for _ in range(10):
+    fill()
+print(getrusage(RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def test_workers_keep_freed_memory_for_the_next_step():
+    variables = worker_environment(1, grace_s=60, deterministic=False)
+    command = [sys.executable, "-c", ROUNDS]
+    faults = subprocess.check_output(command, env=os.environ | variables, text=True)
+    assert int(faults) < (64 << 20) // os.sysconf("SC_PAGE_SIZE"), "fewer than of one round"
+
+
 # What process 1 of 2 does, and the first line that the user sees. `test_failure_causes` has what
 # else a worker may say.
 CAUSES = {
