@@ -12,6 +12,7 @@ from tests.system.test_checksums import flip
 from workflow.lib.checkpoints.adapter import Adapter
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.distributed.sharded_files import read_whole
+from workflow.lib.export import adapter_files
 from workflow.lib.export.adapter_files import read_sharded_adapter
 from workflow.lib.export.stock_models import load_adapter, load_base
 from workflow.lib.system.checksums import check_files, listed_files
@@ -60,6 +61,19 @@ def test_adapter_of_the_last_step_is_the_one_that_the_run_leaves(run, tmp_path):
     last = read_sharded_adapter(run / "finetune" / "adapter")
     assert found.keys() == last.keys()
     assert all(torch.equal(found[name], last[name]) for name in last)
+
+
+def test_step_before_which_no_round_had_anything_to_learn_is_exported(run, tmp_path, monkeypatch):
+    def zeroed(folder, *, below):
+        return {
+            name: x.zero_() if ".lora_B." in name else x
+            for name, x in read_whole(folder, below=below).items()
+        }
+
+    monkeypatch.setattr(adapter_files, "read_whole", zeroed)
+    found = exported(run, tmp_path / "step", step=SAVED)
+    assert not any(x.any() for name, x in found.items() if ".lora_B." in name)
+    assert any(x.any() for x in found.values())
 
 
 def test_folder_holds_its_tokenizer_and_checksums_of_every_file(run, tmp_path):

@@ -50,8 +50,10 @@ def write_adapter(args: argparse.Namespace, folder: Path) -> None:
     trained_config = read_artifact(args.checkpoints / ADAPTER)
     if trained_config.get("modules_to_save"):  # whose other tensors are the base's
         check_files(listed_files(args.base))
+    # rounds may have had nothing to learn so far; all other training refuses a gradient of zero
+    tensors = read_sharded_adapter(checkpoint, below="adapter/", may_be_zero=True)
     write_peft_folder(
-        Trained(read_sharded_adapter(checkpoint, below="adapter/"), trained_config),
+        Trained(tensors, trained_config),
         folder,
         config,
         model=original,
