@@ -17,6 +17,7 @@ from workflow.lib.recording import kept_tapes
 from workflow.lib.recording.kept_tapes import folder, keep_peaks, known_peaks, shipped_key, stored
 from workflow.lib.recording.recording_process import PlanRecorder
 from workflow.lib.system.gpu_models import BY_NAME
+from workflow.scripts.write_model_peaks import demo_peaks
 
 PINS = Path(__file__).parents[2] / "envs" / "pins.txt"
 PEAKS = Peaks({"forward": {"logits": 7}}, host_bytes=5)
@@ -78,3 +79,14 @@ def test_shipped_peaks_are_what_the_engine_asks_for_today(process):
     assert found[:2] == expected[:2]  # memory; other versions have other small operations
     pinned = f"transformers=={version('transformers')}" in PINS.read_text(encoding="utf-8").split()
     assert found == expected or not pinned
+
+
+def test_shipped_peaks_of_the_demo_are_those_of_today_and_all_that_it_needs(process, monkeypatch):
+    """Otherwise run `python -m workflow.scripts.write_model_peaks`."""
+    shipped = kept_tapes._shipped()
+    monkeypatch.setattr(kept_tapes, "_shipped", dict)
+    recorded = demo_peaks(process)
+    # memory; other versions have other small operations
+    assert {key: peaks[:2] for key, peaks in recorded.items()} == {
+        key: shipped.get(key, ())[:2] for key in recorded
+    }

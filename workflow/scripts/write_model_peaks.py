@@ -1,6 +1,6 @@
 """Write workflow/resources/models/peaks.json.gz anew, or add to it: recordings that answer
-`preflight_run --gpus ... --model ... --estimate` with the default settings. Takes a minute for each
-model and number of GPUs.
+`preflight_run --gpus ... --model ... --estimate` with the default settings, and the demo's
+preflight on CPU processes. Takes a minute for each model and number of GPUs.
 
   python -m workflow.scripts.write_model_peaks [--models ...] [--gpus ...] [--add]
 """
@@ -8,20 +8,33 @@ model and number of GPUs.
 import argparse
 import gzip
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import yaml
+
+from workflow.lib.model.architecture.model_shape import ModelShape, described_config, read_shape
 from workflow.lib.model.architecture.shipped_shapes import known_config, known_shape
-from workflow.lib.planning.machine import imagined_machine
-from workflow.lib.planning.memory.allocation_tape import Tape
+from workflow.lib.planning.machine import asked_machine, imagined_machine
 from workflow.lib.planning.memory.peaks import Peaks
+from workflow.lib.planning.preflight.checks import read_tokens
 from workflow.lib.planning.preflight.decision import decide
 from workflow.lib.planning.preflight.planned_run import PlannedRun
 from workflow.lib.planning.preflight.what_if import imagined_tokens, settings_of
 from workflow.lib.recording.kept_tapes import SHIPPED, shipped_key, stored
-from workflow.lib.recording.recording_process import PlanRecorder, plan_recorder
+from workflow.lib.recording.recording_process import (
+    PlanRecorder,
+    RecordingProcess,
+    recording_process,
+)
+from workflow.lib.settings.config import load_config
 from workflow.lib.step_plan.plan import StepPlan
+from workflow.lib.system.environment import SOURCES
 from workflow.lib.system.gpu_models import BY_NAME
 from workflow.lib.system.units import GIB
 
@@ -36,23 +49,21 @@ CARD = "NVIDIA GeForce RTX 4090"
 CAPACITIES = (8, 24, 80)  # GiB: plans that do not fit need other recordings than those that do
 
 
-class Noting:
-    """Passes on a recorder's results, and notes them."""
+class Noting(PlanRecorder):
+    """Notes the recordings that it is asked for."""
 
-    def __init__(self, recorder: PlanRecorder, config: dict[str, Any]) -> None:
+    def __init__(
+        self, process: RecordingProcess, config: dict[str, Any], shape: ModelShape
+    ) -> None:
+        super().__init__(process, config, shape)
         self.noted: dict[str, list[Any]] = {}
-        self._recorder, self._config = recorder, config
 
-    def peaks(self, plans: Sequence[StepPlan]) -> list[Peaks]:
-        made = self._recorder.peaks(plans)
+    def recorded_peaks(self, plans: Sequence[StepPlan]) -> list[Peaks]:
+        made = super().recorded_peaks(plans)
         for plan, peaks in zip(plans, made, strict=True):
-            self.noted[shipped_key(self._config, self._recorder.recorded_plan(plan))] = stored(
-                peaks
-            )
+            key = shipped_key(self._config, self.recorded_plan(plan))
+            self.noted[key] = stored(peaks)
         return made
-
-    def tape(self, plan: StepPlan) -> Tape:
-        return self._recorder.tape(plan)
 
 
 def noted(model: str, counts: Sequence[int]) -> dict[str, list[Any]]:
@@ -60,8 +71,8 @@ def noted(model: str, counts: Sequence[int]) -> dict[str, list[Any]]:
     config, shape = known_config(model), known_shape(model)
     assert config is not None, f"{model} is not shipped"
     assert shape is not None, f"{model} is not described"
-    with plan_recorder(config, shape) as recorder:
-        record = Noting(recorder, config)
+    with recording_process() as process:
+        record = Noting(process, config, shape)
         for count in counts:
             run = settings_of([], seq_len=2048, rank=16, processes=count, batch=None)
             tokens = imagined_tokens(shape, seq_len=2048, rows=10_000)
@@ -72,10 +83,30 @@ def noted(model: str, counts: Sequence[int]) -> dict[str, list[Any]]:
     return record.noted
 
 
+def demo_peaks(process: RecordingProcess) -> dict[str, list[Any]]:
+    """Return the peaks that the demo's preflight needs on CPU processes with enough memory, by key.
+    Its tokens are made for that."""
+    settings = SOURCES / "config.yaml"
+    with TemporaryDirectory() as folder:
+        files = ["--snakefile", str(SOURCES / "Snakefile"), "--configfile", str(settings)]
+        command = [sys.executable, "-m", "snakemake", *files, "--cores", "all", "tokenize"]
+        subprocess.run(command, cwd=folder, check=True, capture_output=True)
+        (model,) = Path(folder).glob("results/models/*/description.json")
+        (manifest,) = Path(folder).glob("results/tokens/*/manifest.json")
+        config, shape, tokens = described_config(model), read_shape(model), read_tokens(manifest)
+    run = load_config(yaml.safe_load(settings.read_text(encoding="utf-8")))[1]["demo"]
+    record = Noting(process, config, shape)
+    machine = asked_machine("cpu", run.hardware.cpu_processes, nodes=1)
+    decide(PlannedRun(run, shape, replace(machine, host_bytes=64 * GIB), tokens, record))
+    return record.noted
+
+
 def main(args: argparse.Namespace) -> None:
     peaks = json.loads(gzip.decompress(SHIPPED.read_bytes())) if args.add else {}
     if not args.add:
         SHIPPED.unlink(missing_ok=True)  # else its recordings would count as current
+    with recording_process() as process:
+        peaks |= demo_peaks(process)
     for model in args.models:
         peaks |= noted(model, args.gpus)
         text = json.dumps(dict(sorted(peaks.items())), separators=(",", ":"))

@@ -125,7 +125,14 @@ class PlanRecorder:
         )
 
     def peaks(self, plans: Sequence[StepPlan]) -> list[Peaks]:
-        """Return the peaks of a process of each plan: shipped, cached or recorded now."""
+        """Return the peaks of a process of each plan."""
+        return [
+            peaks.on_cpu(CPU_PROCESS_BYTES) if plan.device == "cpu" else peaks
+            for plan, peaks in zip(plans, self.recorded_peaks(plans), strict=True)
+        ]
+
+    def recorded_peaks(self, plans: Sequence[StepPlan]) -> list[Peaks]:
+        """Return the same on a GPU: shipped, cached or recorded now."""
         recorded_plans = [self.recorded_plan(plan) for plan in plans]
         cached = [known_peaks(self._config, plan, checked=self._checked) for plan in recorded_plans]
         new = [plan for plan, entry in zip(recorded_plans, cached, strict=True) if entry is None]
@@ -133,11 +140,7 @@ class PlanRecorder:
         for plan, peaks in zip(new, made, strict=True):
             keep_peaks(self._config, plan, peaks, checked=self._checked)
         recorded = iter(made)
-        every = [next(recorded) if entry is None else entry for entry in cached]
-        return [
-            peaks.on_cpu(CPU_PROCESS_BYTES) if plan.device == "cpu" else peaks
-            for plan, peaks in zip(plans, every, strict=True)
-        ]
+        return [next(recorded) if entry is None else entry for entry in cached]
 
     def recorded_plan(self, plan: StepPlan) -> StepPlan:
         """Return the plan by which a recording is made and cached."""
