@@ -94,7 +94,7 @@ DEFAULTS = {  # unless the user has set them
     "NCCL_GRAPH_REGISTER": "0",
     "TORCH_FR_BUFFER_SIZE": "200",  # collectives in the flight recorder
     # glibc keeps a step's freed memory for the next step, else the kernel clears the same pages
-    # every step: 4 times the page faults, 8% of the demo's processor time. 32 MiB is glibc's bound.
+    # every step: 4 times the page faults, 3% of the demo's processor time. 32 MiB is glibc's bound.
     "MALLOC_MMAP_THRESHOLD_": str(32 * MIB),
     "MALLOC_TRIM_THRESHOLD_": str(256 * MIB),
 }
