@@ -28,10 +28,20 @@ PAGE = DOCS / "predictions.md"
 # Of one process these commits do what the engine of today does: adapters are cast once a step,
 # dropout and DoRA computed by nodes. Of norms that multiply by 1 + w, mixtures and matmuls in 8
 # bits these, whose kernels are those of today.
-LATEST = {"7ba77b7", "f30dae5", "fcbef42", "190b112", "9ed730d", "ae05c00", "1421c0a", "87a5bc9"}
+LATEST = {
+    "7ba77b7",
+    "f30dae5",
+    "fcbef42",
+    "190b112",
+    "9ed730d",
+    "ae05c00",
+    "1421c0a",
+    "87a5bc9",
+    "83d0a13",
+}
 ONE_PROCESS = LATEST | {"2986d7a", "ebf624b", "0d0e7fd", "0223b86", "e477513", "fe03f01"}
 # Of several these: each gathers packed weights into one buffer, and adapters in the compute dtype.
-SEVERAL_PROCESSES = {"c4c4967", "3a56d7c", "5541524"}
+SEVERAL_PROCESSES = {"c4c4967", "3a56d7c", "5541524", "83d0a13"}
 # Stacks of experts are decoded by slices of 512 MiB.
 MIXTURES = {"a348f07", "5d4797b", "98fd0ae"}
 NO_LONGER_OFFERED = {("products", "int8"), ("saved_activations", "float8")}
