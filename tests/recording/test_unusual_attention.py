@@ -35,3 +35,13 @@ def test_model_whose_family_drops_attention_weights_is_recorded(process, attenti
     )  # fmt: skip
     tape = process.record(config, levers, checked=False, whole=True)
     assert "forward" in tape.events
+
+
+def test_soft_caps_of_flash_attention_are_recorded(process):
+    """Its kernels allocate what varlen's do, which have no such caps."""
+    levers = setup(
+        seq_len=64, micro_batch_size=2, processes=1, targets=("o_proj",),
+        attention="flash_attention_2",
+    )  # fmt: skip
+    tape = process.record(config_of("gemma2"), levers, checked=False)
+    assert "forward" in tape.events

@@ -33,6 +33,7 @@ from workflow.lib.kernels.attention.head_groups import (
 from workflow.lib.kernels.attention.kept_results import KeptResults
 from workflow.lib.kernels.attention.shared_prompts import SharedPrompts
 from workflow.lib.kernels.attention.wide import wide_attention
+from workflow.lib.system.device_types import RECORDED
 
 FLATTENED = frozenset({VARLEN, FLASH, "flash_attention_3"})
 
@@ -84,6 +85,8 @@ def varlen_attention(
     tokens, heads, head_dim) and no weights. in_head_groups: backward takes less memory; kept: see
     `by_head_groups`. Raises `UserError` for arguments that it cannot follow."""
     others["chunked attention"] = mask_kind(module, sliding_window).chunk
+    if query.device.type == RECORDED:  # here for FlashAttention, whose kernels cap scores
+        others.pop("softcap", None)
     check_arguments(
         module, others, attention_mask=attention_mask, is_causal=is_causal, dropout=dropout,
         implementation=VARLEN, instead=FLEX,
