@@ -128,7 +128,9 @@ def test_flash_packages_are_not_chosen_for_what_they_would_leave_out():
     assert automatic_attention(SOFTCAP, **on, training=True).name == "flash_attention_2"
     assert automatic_attention(AttentionNeeds(sinks=True), **on, training=True).name == "flex"
     assert automatic_attention(AttentionNeeds(sinks=True), **on, training=False).name == "eager"
-    assert automatic_attention(AttentionNeeds(masked=True), **on, training=True).name == "sdpa"
+    masked = AttentionNeeds(masked=True)
+    assert automatic_attention(masked, **on, training=True).name == "sdpa"
+    assert "tell of documents by nothing else" in str(masked.obstacle("flash_attention_2"))
 
 
 @pytest.mark.parametrize("flash_package", [False, True])

@@ -85,7 +85,9 @@ class AttentionNeeds:
         )
 
     def flash_obstacle(self) -> str | None:
-        return self._bounds_obstacle() or self._width_obstacle(WIDEST_HEAD)
+        return (
+            self._bounds_obstacle() or self._masked_obstacle() or self._width_obstacle(WIDEST_HEAD)
+        )
 
     def flex_obstacle(self) -> str | None:
         if self.eager_alone:
@@ -100,9 +102,14 @@ class AttentionNeeds:
             return "it has no attention sinks, as this model has"
         return "it has no chunks, as this model's attention has" if self.chunks else None
 
-    def _packed_obstacle(self) -> str | None:
+    def _masked_obstacle(self) -> str | None:
         if self.masked:
             return "it gets no mask, and this model's layers tell of documents by nothing else"
+        return None
+
+    def _packed_obstacle(self) -> str | None:
+        if masked := self._masked_obstacle():
+            return masked
         if self.dropout > 0:
             return (
                 "it cannot drop attention weights, and this model's attention_dropout is "
