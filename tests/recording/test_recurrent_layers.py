@@ -25,3 +25,10 @@ def test_captured_micro_batch_of_recurrent_layers_is_recorded(process, family, d
     assert tape.events.count(EMPTY_CACHE) == 1
     captured = tape.events[tape.events.index(EMPTY_CACHE) :]
     assert "forward" in captured
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h"])
+def test_layers_before_the_first_adapter_are_recorded_with_several_processes(process, family):
+    """FSDP2 gathers their weights for a backward that they do not have."""
+    levers = setup(seq_len=64, processes=2, targets=("q_proj",), fused_layers=True)
+    assert process.record(config_of(family), levers, checked=False).events

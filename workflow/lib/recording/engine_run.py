@@ -118,7 +118,12 @@ def _run(described: "_Described", numbers: Sequence[int], *, checked: bool) -> L
         # In a backward thread of its own, the order of autograd's last releases and the thread's
         # next requests is random.
         one_thread = torch.autograd.set_multithreading_enabled(False)
-        with one_thread, gpu.mode, AllocationRecorder(gpu, tape, alone=alone) as recorder:
+        with (
+            one_thread,
+            gpu.mode,
+            gpu.is_accelerator(),
+            AllocationRecorder(gpu, tape, alone=alone) as recorder,
+        ):
             run.load(recorder)
             if checked:
                 tape.phase(CHECKS)

@@ -106,6 +106,17 @@ class RecordedGpu:
             self._stream = before
 
     @contextmanager
+    def is_accelerator(self) -> Iterator[None]:
+        """Give this device's stream to FSDP2's end of a backward, which asks torch for it to wait
+        for weights that no layer took (2.13): torch's own cannot wait for `RecordedEvent`."""
+        before = torch.accelerator.current_stream
+        torch.accelerator.current_stream = self.current_stream  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            torch.accelerator.current_stream = before
+
+    @contextmanager
     def device(self, *_: Any) -> Iterator[None]:
         yield
 
