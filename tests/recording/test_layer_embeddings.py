@@ -55,6 +55,6 @@ def test_layers_that_take_something_of_others_stand_for_themselves(shared, width
     }
     config = AutoConfig.for_model(**CONFIG | changes)
     model = build_config_on_meta(config, dtype=torch.bfloat16)
-    every = LayerChoice(range(24), (), ())
+    every = LayerChoice(range(24), (), (), ())
     kinds = len({*layer_kinds(model, every)})
     assert kinds == 24 if themselves else kinds <= 4  # 2 or 4, by the release of Transformers
