@@ -39,10 +39,10 @@ def test_rings_over_replicas_share_the_network_of_a_node():
 
 
 H200 = BY_NAME["NVIDIA H200"]
-RATES = replace(rates_of(H200), gap_s=0.0, flops={kinds.MATMUL: 1e12, kinds.EQUAL: 5e11})
 RATES = replace(
-    RATES, memory=1e12, decoding=2e12, launch_s=1e-3, pause_s=0.01, host=1e10, attention=4.0
-)
+    rates_of(H200), gap_s=0.0, flops={kinds.MATMUL: 1e12, kinds.EQUAL: 5e11}, memory=1e12,
+    decoding=2e12, launch_s=1e-3, pause_s=0.01, host=1e10, attention=4.0,
+)  # fmt: skip
 GRAPHED = setup(processes=1, attention="varlen", cuda_graphs=True)
 LAUNCHED = replace(GRAPHED, cuda_graphs=False)
 FORWARD = {f"{kinds.MATMUL}@10": Amount(1e12, 0.0, 1.0)}  # 1 s

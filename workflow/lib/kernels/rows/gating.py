@@ -17,8 +17,11 @@ from torch.autograd.graph import increment_version
 from workflow.lib.kernels.kernel_launch import WARPS, launch, power_of_two
 from workflow.lib.kernels.op import Case, Op, drawn
 
-ROWS, COLUMNS = 16, 128  # of a program: the fastest of 7 tried on an H100, rank 16
-CHUNK = 64  # of a rank, that is multiplied at a time
+# A program's tiles: the fastest of 16 tried on an H200, rank 16.
+TILES = {"rows": 16, "columns": 128, "steps": 8}
+CHUNK = 32  # of a rank, that is multiplied at a time
+# Tiles that are read ahead, where a rank has few bytes: else they exceed 99 KiB of shared memory.
+STAGES, STAGED_BYTES = 3, 64
 
 
 class LowRank(NamedTuple):
@@ -52,10 +55,11 @@ def launch_with_parts(
         assert low.stride(1) == 1, "the kernel reads rows of low one after the other"
         arguments += [low, small, scale, low.stride(0), *small.stride()]
     rank = max(part.rank for part in parts)
+    grid = (-(-num_rows // (TILES["rows"] * TILES["steps"])) * -(-width // TILES["columns"]),)
     launch(
-        kernel, (-(-num_rows // ROWS) * -(-width // COLUMNS),), out, *others, *arguments, num_rows,
-        width, rows=ROWS, columns=COLUMNS, chunk=min(CHUNK, max(16, power_of_two(rank))),
-        num_warps=WARPS, **options,
+        kernel, grid, out, *others, *arguments, num_rows, width, **TILES, **options,
+        chunk=min(CHUNK, max(16, power_of_two(rank))), num_warps=WARPS,
+        stages=STAGES if rank * out.element_size() <= STAGED_BYTES else 1,
     )  # fmt: skip
 
 
@@ -238,7 +242,7 @@ act_and_mul = Op(
 """Returns `gating` (T, f) of gate and up with their parts; rows at one distance."""
 
 
-COLUMNS, ROWS = 256, 64  # of a program that sums over rows
+SUMMED = {"rows": 64, "columns": 256}  # of a program that sums over rows
 GRADIENT_CHUNKS = 8  # of rows, one fp32 matmul each, summed for a factor's gradient
 
 
@@ -257,12 +261,12 @@ def _by_kernel(
     grad = grad.contiguous()
     width = y.shape[-1]
     num_rows = y.numel() // width
-    grid = (-(-width // COLUMNS), -(-num_rows // ROWS))
+    grid = (-(-width // SUMMED["columns"]), -(-num_rows // SUMMED["rows"]))
     sums = torch.empty((grid[1], width), dtype=torch.float32, device=y.device)
     scaled = torch.empty_like(grad)
     launch(
         "elementwise.lengthen_backward", grid, sums, scaled, grad, y, factor, num_rows, width,
-        rows=ROWS, columns=COLUMNS, num_warps=WARPS,
+        **SUMMED, num_warps=WARPS,
     )  # fmt: skip
     return scaled, sums.sum(dim=0)
 
@@ -301,12 +305,12 @@ def _lengthened_gate_by_kernel_(
     gating: Gating,
 ) -> tuple[torch.Tensor, ...]:
     num_rows, width = gate.shape
-    grid = (-(-width // COLUMNS), -(-num_rows // ROWS))
+    grid = (-(-width // SUMMED["columns"]), -(-num_rows // SUMMED["rows"]))
     sums = torch.empty((2, grid[1], width), dtype=torch.float32, device=gate.device)
     launch(
         "elementwise.lengthened_act_and_mul_backward", grid, sums, grad, gate, up,
         row_distance(gate, up), gating.multiplier, *factors, num_rows, width,
-        kind=gating.activation, rows=ROWS, columns=COLUMNS, num_warps=WARPS,
+        kind=gating.activation, **SUMMED, num_warps=WARPS,
     )  # fmt: skip
     increment_version((grad, gate, up))
     return grad, gate, up, *sums.sum(dim=1)
