@@ -7,7 +7,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from tests.gpu.test_graphs import KINDS, base, trained, waiting_capture
 from tests.support.distributed import run_distributed
-from workflow.lib.training.micro_batch_graphs import CudaCapture, first_cause
+from workflow.lib.training.cuda_capture import CudaCapture, first_cause
 
 __all__ = ["base"]
 pytestmark = pytest.mark.gpu

@@ -13,7 +13,7 @@ from tests.support.models import base_fixture, quantized, random_store, tiny_lla
 from tests.support.plans import PLANNED, make_plan
 from tests.support.scored_rows import PROMPTED, prompted_rows
 from tests.support.stock_training import ROWS, SEQ_LEN, settings
-from workflow.lib.training.micro_batch_graphs import CudaCapture
+from workflow.lib.training.cuda_capture import CudaCapture
 
 pytestmark = pytest.mark.gpu
 

@@ -16,7 +16,8 @@ from workflow.lib.model.documents import documents_of
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.training.batches import stored_batch
-from workflow.lib.training.micro_batch_graphs import CudaCapture, MicroBatchGraphs, forward_backward
+from workflow.lib.training.cuda_capture import CudaCapture
+from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs, forward_backward
 
 pytestmark = pytest.mark.gpu
 Run = Callable[[MicroBatch, torch.Tensor], torch.Tensor]

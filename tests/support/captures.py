@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from workflow.lib.distributed.world import World
-from workflow.lib.training.micro_batch_graphs import Replay
+from workflow.lib.training.cuda_capture import Replay
 
 Function = Callable[[], torch.Tensor]
 NOTHING: Any = None

@@ -10,11 +10,20 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from peft import PeftModel
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from workflow.lib.data.tokens.token_store import Document
 from workflow.lib.distributed.work_sharing import is_sharded
 from workflow.lib.evaluation.batch_size import LARGEST, batches, fitting_batch_size, halving
+from workflow.lib.evaluation.token_steps import Ended, Pick, continue_by_steps, takes_steps
 from workflow.lib.model.layers.rotary_by_length import rotated_alike
 from workflow.lib.system.progress import Progress
 
@@ -137,6 +146,36 @@ def in_batches(
     return halving(with_size, start=start, what=WHAT, collective=is_sharded(model))
 
 
+@dataclass
+class _Picked(LogitsProcessor):
+    """Leaves the picked token of each row. count: tokens of an answer so far."""
+
+    pick: Pick
+    count: torch.Tensor
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        tokens = self.pick(scores, self.count)
+        self.count.add_(1)
+        return torch.full_like(scores, -torch.inf).scatter_(1, tokens, 0.0)
+
+
+@dataclass
+class _Ends(StoppingCriteria):
+    """Ends rows whose answer, behind the prompt of `prompt_tokens`, ends."""
+
+    ended: Ended
+    prompt_tokens: int
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: object) -> torch.Tensor:
+        rows = input_ids[:, self.prompt_tokens :].tolist()
+        return torch.tensor(list(map(self.ended, rows)), dtype=torch.bool, device=input_ids.device)
+
+
+def likeliest(logits: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    """Return the likeliest tokens (rows, 1)."""
+    return logits.argmax(dim=-1, keepdim=True)
+
+
 @torch.no_grad()  # as in `heldout`
 def continue_rows(
     model: PeftModel | PreTrainedModel,
@@ -145,11 +184,17 @@ def continue_rows(
     stop_ids: Sequence[int],
     max_new_tokens: int,
     device: torch.device,
-    **options: Any,
+    pick: Pick = likeliest,
+    ended: Ended | None = None,
 ) -> list[list[int]]:
-    """Return the new tokens of each row of one batch, with those after an end; options: further
-    ones of `generate`."""
+    """Return the new tokens of each row of one batch, with those after an end. ended: where more
+    than `stop_ids` ends an answer, which it then knows, too."""
     ids, mask = _left_padded(rows, device=device)
+    if takes_steps(model, device):
+        ends = ended or (lambda answer: answer[-1] in stop_ids)
+        options: Any = {"pick": pick, "ended": ends, "max_new_tokens": max_new_tokens}
+        return continue_by_steps(model, ids, mask, **options)
+    picked = _Picked(pick, torch.zeros(1, dtype=torch.long, device=device))
     output = model.generate(  # type: ignore[operator]
         input_ids=ids,
         attention_mask=mask,
@@ -162,7 +207,8 @@ def continue_rows(
             pad_token_id=stop_ids[0] if stop_ids else 0,
         ),
         synced_gpus=False,  # `work_sharing.in_step` synchronizes any number of calls
-        **options,
+        logits_processor=LogitsProcessorList([picked]),
+        stopping_criteria=StoppingCriteriaList([_Ends(ended, ids.shape[1])] if ended else []),
     )
     new: list[list[int]] = output[:, ids.shape[1] :].tolist()
     return new

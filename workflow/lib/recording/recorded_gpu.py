@@ -19,7 +19,7 @@ from workflow.lib.system.device_types import RECORDED
 
 
 class RecordedCapture:
-    """Replaces `micro_batch_graphs.CudaCapture`: `torch.cuda.graph` frees cached pages and captures
+    """Replaces `cuda_capture.CudaCapture`: `torch.cuda.graph` frees cached pages and captures
     in a pool of its own, here another stream's."""
 
     def __init__(self, tape: LayerTape) -> None:

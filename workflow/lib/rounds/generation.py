@@ -2,24 +2,17 @@
 
 Each token is the inverse of the cumulated probabilities at a uniform number, which is a pure
 function of seed, prompt, number of the answer and position: rounding aside, neither batches nor
-processes nor restarts change an answer. Transformers' `generate` keeps the cache; the draw is a
-processor of its logits that leaves one token. vLLM gets a request for each answer, with a seed."""
+processes nor restarts change an answer. vLLM gets a request for each answer, with a seed."""
 
 import hashlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    PreTrainedTokenizerBase,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import PreTrainedTokenizerBase
 
 from workflow.lib.evaluation.questions import Model
 from workflow.lib.evaluation.sample_answers import continue_rows, in_batches
@@ -80,32 +73,20 @@ class Ends:
 
 
 @dataclass
-class _EndTexts(StoppingCriteria):
-    """Ends rows whose answer, behind the prompt of `prompt_tokens`, ends."""
-
-    ends: Ends
-    prompt_tokens: int
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: object) -> torch.Tensor:
-        rows = input_ids[:, self.prompt_tokens :].tolist()
-        ended = [self.ends.ended(row) for row in rows]
-        return torch.tensor(ended, dtype=torch.bool, device=input_ids.device)
-
-
-@dataclass
-class _Draw(LogitsProcessor):
-    """Leaves the drawn token of each row. uniforms: (rows, positions)."""
+class _Draw:
+    """Draws the next token of each row, and notes its log-probability in `log_probs` (rows,
+    positions) fp32. uniforms: the same shape."""
 
     uniforms: torch.Tensor
     temperature: float
     top_p: float
-    log_probs: list[torch.Tensor] = field(default_factory=list)
+    log_probs: torch.Tensor
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        uniform = self.uniforms[:, len(self.log_probs), None]
-        tokens = drawn_tokens(scores, uniform, temperature=self.temperature, top_p=self.top_p)
-        self.log_probs.append(scores.float().log_softmax(-1).gather(1, tokens)[:, 0])
-        return torch.full_like(scores, -torch.inf).scatter_(1, tokens, 0.0)
+    def __call__(self, logits: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        uniform = self.uniforms.index_select(1, count)
+        tokens = drawn_tokens(logits, uniform, temperature=self.temperature, top_p=self.top_p)
+        self.log_probs.index_copy_(1, count, logits.float().log_softmax(-1).gather(1, tokens))
+        return tokens
 
 
 def drawn_tokens(
@@ -114,8 +95,8 @@ def drawn_tokens(
     """Return the tokens (rows, 1) at which the cumulated probabilities of logits (rows, vocabulary)
     pass `uniform` (rows, 1), the likeliest first. top_p: the probability of those that count, of
     which the last one reaches it."""
-    probabilities = (logits.double() / temperature).softmax(-1)
-    likeliest, order = probabilities.sort(dim=-1, descending=True, stable=True)
+    highest, order = logits.sort(dim=-1, descending=True, stable=True)
+    likeliest = (highest.double() / temperature).softmax(-1)
     upto = likeliest.cumsum(-1)
     counting = (upto - likeliest < top_p).sum(-1, keepdim=True)
     mass = upto.gather(1, counting - 1)
@@ -139,20 +120,18 @@ def sample(
     def answers(numbers: list[int]) -> list[Answer]:
         batch = [requests[number] for number in numbers]
         uniforms = torch.from_numpy(np.stack([request.uniforms(most) for request in batch]))
-        draw = _Draw(uniforms.to(device), settings.temperature, settings.top_p)
-        longest = max(len(request.prompt) for request in batch)
-        by_text = [_EndTexts(ends, longest)] if ends.texts else []
+        log_probs = torch.zeros(uniforms.shape, device=device)
         rows = continue_rows(
             model,
             [list(request.prompt) for request in batch],
             stop_ids=ends.ids,
             max_new_tokens=most,
             device=device,
-            logits_processor=LogitsProcessorList([draw]),
-            stopping_criteria=StoppingCriteriaList(by_text),
+            pick=_Draw(uniforms.to(device), settings.temperature, settings.top_p, log_probs),
+            ended=ends.ended if ends.texts else None,
         )
-        log_probs = torch.stack(draw.log_probs, dim=1).tolist()
-        cut = [ends.cut(*row) for row in zip(rows, log_probs, strict=True)]
+        numbers_of = zip(rows, log_probs.tolist(), strict=True)
+        cut = [ends.cut(row, values[: len(row)]) for row, values in numbers_of]
         on_answers(len(cut), sum(len(answer.ids) for answer in cut))
         return cut
 

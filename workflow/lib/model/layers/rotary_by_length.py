@@ -29,6 +29,11 @@ def rotated_alike(config: PretrainedConfig, tokens: int, *, new_tokens: int = 0)
     return tuple(alike)
 
 
+def changes_with_length(config: PretrainedConfig) -> bool:
+    """Return whether rotary frequencies depend on the longest row of a batch."""
+    return bool(_limits(config.get_text_config()))
+
+
 def _limits(config: Any) -> list[tuple[str, int]]:
     """Return kinds and limits of the rotary embeddings whose frequencies change."""
     parameters = getattr(config, "rope_parameters", None) or {}
