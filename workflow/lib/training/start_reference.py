@@ -42,7 +42,7 @@ class StartReference:
 
     def __init__(self, training: nn.Module) -> None:
         self._values = {
-            name: local(param.detach()).to("cpu", copy=True)
+            name: _on_host(local(param.detach()))
             for name, param in trainable_parameters(training).items()
         }
         self._step: object = None
@@ -73,12 +73,19 @@ class StartReference:
         params = {name: local(p.detach()) for name, p in trainable_parameters(training).items()}
         current = {name: param.clone() for name, param in params.items()}
         for name, param in params.items():
-            param.copy_(self._values[name])
+            param.copy_(self._values[name], non_blocking=True)
         try:
             yield
         finally:
             for name, param in params.items():
                 param.copy_(current[name])
+
+
+def _on_host(values: torch.Tensor) -> torch.Tensor:
+    """Return a copy in host memory; of a GPU's values in page-locked memory, which the GPU reads
+    while Python launches the pass: else it waits for the GPU, then the GPU for each launch."""
+    copy = torch.empty_like(values, device="cpu", pin_memory=values.is_cuda)
+    return copy.copy_(values)
 
 
 def with_references(
