@@ -118,6 +118,14 @@ def test_bits_are_decided_before_the_base_and_once_for_a_chain(tmp_path):
     assert all("preflight.json" in job.reason for job in plan["quantize_base"])
 
 
+def test_machine_without_gpus_measures_for_a_plan_of_others(tmp_path):
+    hardware = {"gpus": 1, "gpu_model": "RTX 4090"}
+    project = make_project(tmp_path, quantize={"keep": "auto"}, hardware=hardware)
+    project.environment["CUDA_VISIBLE_DEVICES"] = ""
+    project.run("preflight", "--until", "measure_sensitivity")
+    assert list(tmp_path.glob("results/sensitivities/*.json"))
+
+
 def test_adapter_of_a_checkpoint_is_exported_without_training_the_run_to_its_end(project):
     shutil.rmtree(project.folder("finetune"))
     assert project.planned("results/runs/demo/export_step/40") == once(["export_step"])

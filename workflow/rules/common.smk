@@ -431,6 +431,11 @@ def cores(wildcards, most=None):
 one_gpu, cores_of_one_gpu = partial(gpus_of_job, most=1), partial(cores, most=1)
 
 
+def measuring_gpu(wildcards):
+    """Return the GPU of a measurement for preflight; none if this machine, without GPUs, plans for others."""
+    return one_gpu(wildcards) if visible_gpus() or not on_this_machine() else None
+
+
 def preflight_cores(wildcards):
     """Return the threads of preflight: one, beside the quantization; before hours of calibration all."""
     calibrates = run_of(wildcards).quantize.calibrates

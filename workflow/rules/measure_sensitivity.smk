@@ -17,7 +17,7 @@ rule measure_sensitivity:
         "../../envs/torch.yaml"
     threads: cores_of_one_gpu
     resources:
-        gpu=one_gpu,
+        gpu=measuring_gpu,
         mem_mb=requested("mem_mb", cluster_request.measuring),
         runtime=requested("runtime", cluster_request.measuring),
     params:
