@@ -16,7 +16,7 @@ from workflow.lib.evaluation.questions import Archive, Questions, Subject, measu
 from workflow.lib.evaluation.results import evaluations
 from workflow.lib.evaluation.token_objective import TokenObjective
 from workflow.lib.export.stock_models import load_base
-from workflow.lib.objectives.next_token import NEXT_TOKEN, Distill
+from workflow.lib.objectives.objective import NEXT_TOKEN, Distill
 from workflow.lib.scores.streamed_model import StreamedModel
 from workflow.lib.settings.config import EvaluateConfig, LoraSettings, RunConfig
 from workflow.lib.training.best_adapter import HeldOut

@@ -14,7 +14,7 @@ from tests.support.scored_rows import ROWS, scored_rows
 from tests.support.stock_training import whole
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.objectives.from_settings import objective_of
-from workflow.lib.objectives.next_token import NEXT_TOKEN
+from workflow.lib.objectives.objective import NEXT_TOKEN
 from workflow.lib.settings.config import load_config
 from workflow.lib.training.batches import stored_batch
 from workflow.lib.training.best_adapter import HeldOut

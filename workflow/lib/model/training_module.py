@@ -36,8 +36,7 @@ from workflow.lib.model.trained_modules import (
     write_rows_,
 )
 from workflow.lib.model.tried_classes.magnitudes import note_changes_in_place_
-from workflow.lib.objectives.next_token import NEXT_TOKEN
-from workflow.lib.objectives.objective import Objective
+from workflow.lib.objectives.objective import NEXT_TOKEN, Objective
 from workflow.lib.system.dtype_choice import COMPUTE_DTYPE, check_float8_shape
 
 WAYS = ("forward", "backward")
