@@ -11,7 +11,7 @@ from tests.support.mixtures import tiny_mixture
 from tests.support.models import quantized
 from tests.support.packed_checkpoints import fp8_checkpoint, mxfp4_checkpoint
 from workflow.lib.checkpoints.checkpoint import Checkpoint
-from workflow.lib.checkpoints.expert_stacks import expert_stacks
+from workflow.lib.checkpoints.decoder_layers import expert_stacks
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.export.stock_models import load_base
 from workflow.lib.model.describe_model import describe_checkpoint

@@ -15,12 +15,12 @@ from tests.support.finished import CONFIG, PLAN, arguments, finetune, finished, 
 from tests.support.models import tiny_llama
 from tests.support.refusals import refusal
 from workflow.lib.artifacts.checkpoint_folder import saved_steps
-from workflow.lib.distributed.stop_signals import SIGNALS, StopRequest
 from workflow.lib.distributed.world import largest_of_all
 from workflow.lib.export.adapter_files import read_sharded_adapter
 from workflow.lib.settings.config import LoraSettings
-from workflow.lib.system.artifact_files import read_lines
+from workflow.lib.system.checksums import read_lines
 from workflow.lib.system.files import read_checked_json
+from workflow.lib.system.interrupts import SIGNALS, StopRequest
 
 FEW = 4  # steps
 SMALL = partial(tiny_llama, num_hidden_layers=2)

@@ -15,7 +15,7 @@ from tests.support.models import decoded_by_hand, quantized
 from workflow.lib.checkpoints.adapter import Adapter
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.converted_reader import ModuleNames
-from workflow.lib.checkpoints.expert_stacks import expert_stacks
+from workflow.lib.checkpoints.decoder_layers import expert_stacks
 from workflow.lib.checkpoints.files.model_files import ADAPTER_WEIGHTS
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.export.adapter_files import merged_tensors, save_adapter

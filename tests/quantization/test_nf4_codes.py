@@ -9,7 +9,7 @@ from tests.support.mixtures import MIXTURES, tiny_mixture
 from tests.support.models import quantized
 from tests.support.refusals import refusal
 from workflow.lib.checkpoints.checkpoint import Checkpoint
-from workflow.lib.checkpoints.expert_stacks import expert_stacks
+from workflow.lib.checkpoints.decoder_layers import expert_stacks
 from workflow.lib.checkpoints.meta_model import build_config_on_meta
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.model.adaptable_linears import adaptable_linears

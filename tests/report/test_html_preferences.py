@@ -12,7 +12,7 @@ from tests.support.report_pages import Page, read, rendered
 from workflow.lib.report.comparison import behind_best, best_run, comparison_csv
 from workflow.lib.report.html_page import both_fell, reward_figures
 from workflow.lib.report.model_card import model_card
-from workflow.lib.system.artifact_files import read_lines, write_lines
+from workflow.lib.system.checksums import read_lines, write_lines
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from workflow.lib.report.verdict import verdicts
 from workflow.lib.rounds.answers import Answer, AnsweredPrompt, AnswerWriter
 from workflow.lib.rounds.rewards import RewardLine
 from workflow.lib.settings.config import ReportConfig
-from workflow.lib.system.artifact_files import read_lines, write_lines
+from workflow.lib.system.checksums import read_lines, write_lines
 from workflow.lib.system.errors import UserError
 
 TRAINED, HELD_OUT = 4, 7  # prompts

@@ -11,7 +11,7 @@ from tests.support.mixtures import tiny_mixture
 from tests.support.tiny import tiny_tokenizer
 from tests.support.tokenizing import Stage
 from workflow.lib.checkpoints.checkpoint import Checkpoint
-from workflow.lib.checkpoints.expert_stacks import expert_stacks
+from workflow.lib.checkpoints.decoder_layers import expert_stacks
 from workflow.lib.export.stock_models import load_base
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import read_checked_json

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from workflow.lib.system.artifact_files import read_artifact, read_lines, write_lines
+from workflow.lib.system.checksums import read_artifact, read_lines, write_lines
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import write_checked_json
 

@@ -21,7 +21,7 @@ from workflow.lib.evaluation.heldout_loss import heldout_losses
 from workflow.lib.export.adapter_files import read_sharded_adapter
 from workflow.lib.export.stock_models import load_base
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
-from workflow.lib.system.artifact_files import read_lines
+from workflow.lib.system.checksums import read_lines
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import file_sha256, read_checked_json, write_checked_json
 from workflow.lib.training.best_adapter import BestAdapter, HeldOut, heldout_rows, patience_is_over

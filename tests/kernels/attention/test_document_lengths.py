@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from workflow.lib.kernels.attention.attention_choice import FLEX_BLOCK
-from workflow.lib.kernels.attention.document_lengths import (
+from workflow.lib.kernels.attention.answer_rows import (
     are_equal,
     computed_keys,
     equal_lengths,
     grouped,
 )
+from workflow.lib.kernels.attention.attention_choice import FLEX_BLOCK
 
 UNEVEN = np.minimum(np.random.default_rng(0).lognormal(5, 1.5, 3000).astype(int) + 1, 4096)
 

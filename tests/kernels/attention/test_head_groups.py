@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from workflow.lib.kernels.attention.head_groups import (
+from workflow.lib.kernels.attention.packed import (
     GROUPS,
     Kernels,
     by_head_groups,

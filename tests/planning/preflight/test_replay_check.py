@@ -5,7 +5,7 @@ from dataclasses import replace
 from tests.support.decisions import AS_IT_WAS, decided, llama_8b, message
 from tests.support.made_up_memory import MadeUpMemory
 from tests.support.preflight_examples import llama_70b, machine
-from workflow.lib.planning.preflight.replay_check import NotRecordedError
+from workflow.lib.planning.preflight.plan_search import NotRecordedError
 from workflow.lib.system.units import GIB
 
 HOSTED = {"hardware": AS_IT_WAS | {"offload_layers": "auto"}, "train": {"micro_batch_size": 1}}

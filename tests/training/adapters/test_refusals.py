@@ -6,8 +6,8 @@ import torch
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.export.adapter_files import merged_tensors
+from workflow.lib.model.lora import unfreeze_
 from workflow.lib.model.nf4_model import build_base_on_meta
-from workflow.lib.model.trained_modules import unfreeze_
 from workflow.lib.settings.config import LoraSettings
 from workflow.lib.system.errors import UserError
 

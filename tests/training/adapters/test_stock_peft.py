@@ -30,7 +30,7 @@ from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.export.adapter_files import merged_tensors, read_sharded_adapter
 from workflow.lib.export.parity import compare_logits
 from workflow.lib.export.stock_models import load_adapter, load_base
-from workflow.lib.model.trained_modules import ROWS_TENSOR
+from workflow.lib.model.lora import ROWS_TENSOR
 from workflow.lib.system.files import read_json
 
 HEAD, EMBEDDING = "base_model.model.lm_head.", "base_model.model.model.embed_tokens."

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from workflow.lib.kernels.attention.row_cut import RowCut
+from workflow.lib.kernels.attention.head_exchange import RowCut
 from workflow.lib.kernels.loss.fused_logits import IGNORED
 
 

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import logsigmoid
 
-from workflow.lib.kernels.attention.row_cut import share
+from workflow.lib.kernels.attention.head_exchange import share
 from workflow.lib.objectives.objective import (
     DocumentSums,
     Figure,
