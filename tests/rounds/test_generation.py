@@ -5,14 +5,24 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
+from tests.support.models import quantized, tiny_llama
 from tests.support.tiny import VOCAB_SIZE
 from workflow.lib.checkpoints.checkpoint import Checkpoint
-from workflow.lib.export.stock_models import load_base
-from workflow.lib.rounds.generation import LARGEST, Ends, Request, drawn_tokens, sample
+from workflow.lib.export.stock_models import load_base, packed_linears
+from workflow.lib.rounds import generation
+from workflow.lib.rounds.generation import (
+    LARGEST,
+    Ends,
+    Request,
+    decode_for_answers_,
+    drawn_tokens,
+    sample,
+)
 from workflow.lib.settings.config import AnswersConfig
 
 LOGITS = torch.tensor([0.3, -1.0, 2.0, 0.0, 1.1, -3.0])
 DRAWS = 20_000
+CPU = torch.device("cpu")
 
 
 def counts(**how):
@@ -80,6 +90,23 @@ def test_other_seeds_and_numbers_give_other_answers(model):
     assert answers[0].ids == answers[3].ids
     assert answers[0].log_probs == pytest.approx(answers[3].log_probs, abs=1e-4)
     assert len({tuple(answer.ids) for answer in answers}) == 3
+
+
+@pytest.mark.parametrize(("free_shares", "decodes"), [(2.0, True), (1.9, False)])
+def test_linears_are_decoded_once_where_half_of_the_free_memory_holds_them(
+    tmp_path, monkeypatch, free_shares, decodes
+):
+    sizes = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4}
+    tiny_llama(tmp_path / "model", vocab_size=VOCAB_SIZE, **sizes)
+    options = {"device": CPU, "compute_dtype": torch.float32, "attention": "sdpa"}
+    model = load_base(Checkpoint(quantized(tmp_path / "model", tmp_path / "nf4")), **options)
+    size = sum(2 * x.in_features * x.out_features for x in packed_linears(model).values())
+    expected = sampled(model, requests(6))
+    monkeypatch.setattr(generation, "free_bytes", lambda device: int(free_shares * size))
+    decode_for_answers_(model, torch.device("cuda", 0))
+    assert bool(packed_linears(model)) is not decodes
+    answers = sampled(model, requests(6))
+    assert [answer.ids for answer in answers] == [answer.ids for answer in expected]
 
 
 class Letters:

@@ -43,6 +43,8 @@ SINCE = "2026-11-24T23"  # the engine's kernels of experts, norms and matmuls in
 OTHERWISE = ("_family_code", "_slow_head")
 # Since our operations compute their recurrences.
 RECURRENT_SINCE = "2026-11-25T22:40"
+# Since then a pass by the start's values does not wait for the GPU.
+PAGE_LOCKED = "2026-11-30T03:52"
 # Of a line's sizes: what does not change a step.
 NO_PART = {"steps", "profile", "check_bytes", "checkpoint_pairs", "device"}
 LLAMA_2, LLAMA_3 = "meta-llama/Llama-2-70b-hf", "meta-llama/Llama-3.1-8B"
@@ -113,7 +115,8 @@ def timed_lines() -> list[dict[str, Any]]:
         if line.get("peer") or not (line.get("measured") or {}).get("step_s"):
             continue
         plan = line.get("setup") or line["plan"]
-        if plan.get("products") != "int8" and (_is_new(line) or counts(line)):
+        waits = plan.get("start_reference") and _created(line) < PAGE_LOCKED
+        if plan.get("products") != "int8" and not waits and (_is_new(line) or counts(line)):
             sizes = {name: x for name, x in line["sizes"].items() if name not in NO_PART}
             known = [line["gpu_names"], line["processes"], sizes, plan, line["plan"]]
             last[json_sha256([*known, line["measured"].get("attention")])] = line

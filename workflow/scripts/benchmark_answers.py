@@ -23,6 +23,7 @@ from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.evaluation.sample_answers import continue_rows
 from workflow.lib.export.stock_models import load_base
 from workflow.lib.model.backends import choose_device, resolve_dtype
+from workflow.lib.rounds.generation import decode_for_answers_
 from workflow.lib.settings.config import QuantizeConfig
 from workflow.lib.system.files import provenance, write_checked_json
 from workflow.scripts.command import command_parser, logger, run
@@ -49,15 +50,17 @@ def main(args: argparse.Namespace) -> None:
         new: list[list[int]] = output[:, ids.shape[1] :].tolist()
         return new
 
-    ours, seconds = timed(by_engine, device, args.times)
-    theirs, their_seconds = timed(by_generate, device, args.times)
+    generated, generate_s = timed(by_generate, device, args.times)
+    decode_for_answers_(model, device)
+    answered, answer_s = timed(by_engine, device, args.times)
     count = args.prompts * args.new_tokens
-    equal = sum(a == b for row in zip(ours, theirs, strict=True) for a, b in zip(*row, strict=True))
+    rows = zip(answered, generated, strict=True)
+    equal = sum(a == b for row in rows for a, b in zip(*row, strict=True))
     measured = {
         **{name: getattr(args, name) for name in ("model", "layers", "prompts", "prompt_tokens")},
         "new_tokens": args.new_tokens,
-        "tokens_per_s": count / seconds,
-        "generate_tokens_per_s": count / their_seconds,
+        "tokens_per_s": count / answer_s,
+        "generate_tokens_per_s": count / generate_s,
         "equal_tokens_share": equal / count,
         "allocated_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
         "provenance": provenance(),
@@ -65,7 +68,7 @@ def main(args: argparse.Namespace) -> None:
     write_checked_json(args.output, measured)
     logger.info(
         "%.0f tokens/s, by generate %.0f; %.1f%% of the tokens are equal",
-        *(count / seconds, count / their_seconds, 100 * equal / count),
+        *(count / answer_s, count / generate_s, 100 * equal / count),
     )
 
 

@@ -39,7 +39,14 @@ from workflow.lib.export.adapter_files import end_token_ids
 from workflow.lib.export.stock_models import load_options
 from workflow.lib.model.backends import choose_device
 from workflow.lib.rounds.answers import Answer, AnsweredPrompt, AnswerWriter, Shard
-from workflow.lib.rounds.generation import AT_ONCE, Ends, Request, sample, sample_served
+from workflow.lib.rounds.generation import (
+    AT_ONCE,
+    Ends,
+    Request,
+    decode_for_answers_,
+    sample,
+    sample_served,
+)
 from workflow.lib.rounds.prompts import Prompts
 from workflow.lib.settings.config import AnswersConfig, DataConfig, ModelConfig
 from workflow.lib.system.environment import is_worker
@@ -128,6 +135,7 @@ def engine(
     """Load the base with the adapter; each process samples its share."""
     adapter = Adapter(args.start) if args.start else None
     loaded = Loading(options, process.shards).model(Checkpoint(args.base), adapter)
+    decode_for_answers_(loaded, process.device)
 
     def sampler(requests: list[Request], **how: Any) -> list[Answer]:
         compute = partial(sample, loaded, ends=ends, device=process.device, **how)

@@ -188,19 +188,28 @@ def _set_up_linears_(model: PreTrainedModel, compute_dtype: torch.dtype) -> None
                 module.support_avx512bf16_for_cpu = False  # the module's second trap
 
 
-@torch.no_grad()
 def decode_partial_rows_(model: nn.Module) -> None:
     """Replace 4-bit linears on the CPU by plain ones if rows are not whole blocks (third trap)."""
-    linears = [(p, m) for p, m in model.named_modules() if isinstance(m, Linear4bit)]
-    for path, linear in linears:
-        assert isinstance(linear.weight, Params4bit)
-        packed, state = linear.weight.data, linear.weight.quant_state
-        if packed.device.type != "cpu" or linear.in_features % state.blocksize == 0:
-            continue
-        plain = nn.Linear(linear.in_features, linear.out_features, bias=False, device="meta")
-        plain.weight = nn.Parameter(decoded(packed, state), requires_grad=False)
-        plain.bias = linear.bias
-        model.set_submodule(path, plain.train(linear.training))
+    for path, linear in packed_linears(model).items():
+        on_cpu = linear.weight.device.type == "cpu"
+        if on_cpu and linear.in_features % linear.weight.quant_state.blocksize:
+            decode_linear_(model, path)
+
+
+def packed_linears(model: nn.Module) -> dict[str, Any]:
+    """Return the 4-bit linears of a model, by path."""
+    return {path: x for path, x in model.named_modules() if isinstance(x, Linear4bit)}
+
+
+@torch.no_grad()
+def decode_linear_(model: nn.Module, path: str) -> None:
+    """Replace a 4-bit linear by a plain one with the values that it decodes to at each call."""
+    linear: Any = model.get_submodule(path)
+    plain = nn.Linear(linear.in_features, linear.out_features, bias=False, device="meta")
+    values = decoded(linear.weight.data, linear.weight.quant_state)
+    plain.weight = nn.Parameter(values, requires_grad=False)
+    plain.bias = linear.bias
+    model.set_submodule(path, plain.train(linear.training))
 
 
 def load_adapter(model: PreTrainedModel, adapter: Adapter) -> PeftModel:

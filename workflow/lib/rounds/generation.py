@@ -14,9 +14,12 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from workflow.lib.distributed.work_sharing import is_sharded
+from workflow.lib.evaluation.batch_size import free_bytes
 from workflow.lib.evaluation.questions import Model
 from workflow.lib.evaluation.sample_answers import continue_rows, in_batches
 from workflow.lib.evaluation.vllm_server import VllmServer
+from workflow.lib.export.stock_models import decode_linear_, packed_linears
 from workflow.lib.rounds.answers import Answer
 from workflow.lib.settings.rounds import AnswersConfig
 
@@ -89,6 +92,16 @@ class _Draw:
         return tokens
 
 
+def decode_for_answers_(model: Model, device: torch.device) -> None:
+    """Decode 4-bit linears once for all tokens where that takes at most half of the free memory;
+    the rest is for keys and values."""
+    linears = {} if is_sharded(model) else packed_linears(model)
+    size = sum(2 * linear.in_features * linear.out_features for linear in linears.values())
+    if device.type == "cuda" and 2 * size <= free_bytes(device):
+        for path in linears:
+            decode_linear_(model, path)
+
+
 def drawn_tokens(
     logits: torch.Tensor, uniform: torch.Tensor, *, temperature: float, top_p: float
 ) -> torch.Tensor:
@@ -130,8 +143,8 @@ def sample(
             pick=_Draw(uniforms.to(device), settings.temperature, settings.top_p, log_probs),
             ended=ends.ended if ends.texts else None,
         )
-        numbers_of = zip(rows, log_probs.tolist(), strict=True)
-        cut = [ends.cut(row, values[: len(row)]) for row, values in numbers_of]
+        pairs = zip(rows, log_probs.tolist(), strict=True)
+        cut = [ends.cut(row, values[: len(row)]) for row, values in pairs]
         on_answers(len(cut), sum(len(answer.ids) for answer in cut))
         return cut
 
