@@ -15,8 +15,8 @@ from tests.support.canaries import CANARIES
 from tests.support.preloaded_python import VARIABLE, start_server
 from tests.support.shared import current_test, made_once
 from tests.support.workflow_project import LONG, Project, make_project
-from workflow.lib.distributed.stop_signals import SIGNALS
 from workflow.lib.system.hardware import visible_gpus
+from workflow.lib.system.interrupts import SIGNALS
 
 if TYPE_CHECKING:
     from tests.support.tokenizing import Stage

@@ -5,7 +5,7 @@ from workflow.lib.artifacts.manifest_record import Manifest
 from workflow.lib.artifacts.preflight_record import Preflight
 from workflow.lib.artifacts.read_records import read_record, read_steps
 from workflow.lib.artifacts.training_record import Summary
-from workflow.lib.system.artifact_files import read_lines, write_lines
+from workflow.lib.system.checksums import read_lines, write_lines
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import write_checked_json, write_text
 

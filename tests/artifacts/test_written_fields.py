@@ -7,7 +7,7 @@ from tests.support.tokenizing import Stage
 from workflow.lib.artifacts.manifest_record import ConversationFacts, Manifest, Probe
 from workflow.lib.artifacts.records import Record
 from workflow.lib.artifacts.training_record import Step, Summary
-from workflow.lib.system.artifact_files import read_lines
+from workflow.lib.system.checksums import read_lines
 from workflow.lib.system.files import read_checked_json
 
 

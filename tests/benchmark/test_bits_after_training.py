@@ -7,9 +7,8 @@ import torch
 
 from tests.quantization.test_calibrated_base import ROUNDING
 from tests.support.forked_stage import forked_stage
-from tests.support.models import quantized, tiny_llama
-from tests.support.tiny import tiny_tokenizer
-from tests.support.tokenizing import Stage
+from tests.support.models import quantized, stock_base
+from tests.support.tokenizing import tokenized_model
 from workflow.benchmark.bits_after_training import (
     BitsBenchmark,
     Recipe,
@@ -19,20 +18,15 @@ from workflow.benchmark.bits_after_training import (
 )
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.data.tokens.token_store import TokenStore
-from workflow.lib.export.stock_models import load_base
 from workflow.lib.model.adaptable_linears import adaptable_linears
 from workflow.lib.system.files import provenance, write_checked_json
 
-CPU = torch.device("cpu")
 STILL = Recipe(steps=0, rows=2, learning_rate=1e-2, heldout_tokens=64)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("bits")
-    tokenizer = tiny_tokenizer(folder / "model")
-    tiny_llama(folder / "model", dtype=torch.bfloat16, vocab_size=len(tokenizer))
-    Stage(folder, folder / "model").run()
+    folder = tokenized_model(tmp_path_factory.mktemp("bits"))
     quantized(folder / "model", folder / "nf4")
     return folder
 
@@ -67,9 +61,7 @@ def loss_of(model, folder):
     ],
 )
 def test_variant_loses_what_its_base_loses(benchmark, folder, variant, base):
-    model = load_base(
-        Checkpoint(folder / base), device=CPU, compute_dtype=torch.float32, attention="sdpa"
-    )
+    model = stock_base(folder / base)
     (losses,) = benchmark.measure(variant, 0, STILL)["before"].values()
     assert losses[0] == pytest.approx(loss_of(model, folder), rel=ROUNDING)
 

@@ -10,7 +10,7 @@ from workflow.benchmark.cases import load_benchmark, requests
 from workflow.benchmark.prediction import prepare
 from workflow.lib.planning.machine import imagined_machine
 from workflow.lib.planning.memory.replay import replay
-from workflow.lib.planning.preflight.replay_check import NotRecordedError
+from workflow.lib.planning.preflight.plan_search import NotRecordedError
 from workflow.lib.recording.recording_process import PlanRecorder
 from workflow.lib.settings.train import HardwareConfig
 from workflow.lib.system.errors import UserError

@@ -8,12 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.mixtures import tiny_mixture
-from tests.support.models import quantized
+from tests.support.models import quantized, stock_base, stored_tensors
 from tests.support.packed_checkpoints import fp8_checkpoint, mxfp4_checkpoint
 from workflow.lib.checkpoints.checkpoint import Checkpoint
-from workflow.lib.checkpoints.expert_stacks import expert_stacks
-from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
-from workflow.lib.export.stock_models import load_base
+from workflow.lib.checkpoints.decoder_layers import expert_stacks
 from workflow.lib.model.describe_model import describe_checkpoint
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import read_json
@@ -30,12 +28,7 @@ def meta(folder):
 @pytest.mark.parametrize("write", FORMATS.values(), ids=FORMATS)
 def test_tensors_are_those_that_transformers_decodes(tmp_path, write):
     folder = write(tmp_path)
-    stock = load_base(
-        Checkpoint(folder),
-        device=torch.device("cpu"),
-        compute_dtype=torch.bfloat16,
-        attention="eager",
-    )
+    stock = stock_base(folder, dtype=torch.bfloat16, attention="eager")
     with Checkpoint(folder).weights() as reader:
         assert {*reader.names()} == {name for name, _ in stock.named_parameters()}
         for name, param in stock.named_parameters():
@@ -91,16 +84,11 @@ def test_base_of_a_packed_checkpoint_is_that_of_the_decoded_one(tmp_path, write)
         decoded = {name: reader.tensor(name).contiguous() for name in reader.names()}
     save_file(decoded, plain / "model.safetensors", metadata={"format": "pt"})
     bases = [quantized(source, tmp_path / f"{source.name}-nf4") for source in (folder, plain)]
-    found, expected = map(_tensors, bases)
+    found, expected = map(stored_tensors, bases)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     method = read_json(bases[0] / "config.json")["quantization_config"]["quant_method"]
     assert method == "bitsandbytes"
-
-
-def _tensors(folder):
-    with CheckpointReader(folder) as reader:
-        return {name: reader.tensor(name) for name in reader.names()}
 
 
 def _method(folder):

@@ -7,10 +7,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import CompressedTensorsConfig, LlamaForCausalLM
 
-from tests.support.models import quantized
+from tests.support.models import quantized, stock_base
 from tests.support.packed_checkpoints import compressed_checkpoint, integer_checkpoint
 from workflow.lib.checkpoints.checkpoint import Checkpoint
-from workflow.lib.export.stock_models import load_base
 from workflow.lib.model.describe_model import describe_checkpoint
 from workflow.lib.system.errors import UserError
 
@@ -105,12 +104,7 @@ def test_original_is_described_quantized_and_loaded_as_it_is_decoded(
     else:
         integer_checkpoint(folder, method)
     assert describe_checkpoint(Checkpoint.open(folder)).source_dtype == "BF16"
-    stock = load_base(
-        Checkpoint(folder),
-        device=torch.device("cpu"),
-        compute_dtype=torch.bfloat16,
-        attention="eager",
-    )
+    stock = stock_base(folder, dtype=torch.bfloat16, attention="eager")
     with Checkpoint(folder).decoded() as reader:
         for name, param in stock.named_parameters():
             assert torch.equal(param, reader.tensor(name)), name

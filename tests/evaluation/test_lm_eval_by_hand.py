@@ -16,18 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.support.forked_stage import forked_stage
+from tests.support.models import stock_base
 from tests.support.preloaded_python import SETTLED, preloaded_python
 from tests.support.tiny_export import tiny_adapter
 from workflow.lib.checkpoints.adapter import Adapter
-from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.tokenizer import load_tokenizer
 from workflow.lib.evaluation.lm_eval_tasks import load_tasks, run_tasks
 from workflow.lib.evaluation.task_files import OFFLINE, SINGLE_PROCESS
 from workflow.lib.evaluation.task_scores import TaskScores
-from workflow.lib.export.stock_models import load_adapter, load_base
+from workflow.lib.export.stock_models import load_adapter
 from workflow.lib.settings.config import EvaluateConfig
 
 ROOT = Path(__file__).parents[2]
@@ -105,22 +104,14 @@ def measured(tmp_path_factory):
     tokenizer = load_tokenizer(folder / "base")
     tasks = load_tasks(settings, tokenizer=tokenizer, trained_template_sha256=None)
 
-    def loaded():
-        return load_base(
-            Checkpoint(folder / "base"),
-            device=torch.device("cpu"),
-            compute_dtype=torch.float32,
-            attention="sdpa",
-        )
-
     def scores(model):
         return {
             name: run_tasks(model, task, tokenizer=tokenizer, settings=settings)
             for name, task in tasks.items()
         }
 
-    tiny_adapter(loaded(), folder / "adapter")
-    tuned = load_adapter(loaded(), Adapter(folder / "adapter"))
+    tiny_adapter(stock_base(folder / "base"), folder / "adapter")
+    tuned = load_adapter(stock_base(folder / "base"), Adapter(folder / "adapter"))
     run_by_hand(folder)
     with (
         pytest.MonkeyPatch.context() as variables

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.evaluation.test_lm_eval_tasks import task_file
+from tests.support.models import stock_base
 from tests.support.tiny_export import exported_run, random_documents, tiny_adapter, tiny_tokens
 from workflow.lib.artifacts.evaluation_record import forgetting
 from workflow.lib.checkpoints.adapter import Adapter
@@ -20,7 +21,7 @@ from workflow.lib.evaluation.other_texts import OtherTexts
 from workflow.lib.evaluation.questions import Archive, content_key, measure, parts, prepare
 from workflow.lib.evaluation.results import evaluations, summary_lines
 from workflow.lib.evaluation.rewards import Preferences
-from workflow.lib.export.stock_models import load_adapter, load_base, load_options
+from workflow.lib.export.stock_models import load_adapter, load_options
 from workflow.lib.objectives.from_settings import objective_of
 from workflow.lib.settings.config import (
     DistillConfig,
@@ -65,9 +66,7 @@ def store(folder, name="tokens"):
 
 
 def load(folder, name="base"):
-    return load_base(
-        Checkpoint(folder / name), device=CPU, compute_dtype=torch.float32, attention="sdpa"
-    )
+    return stock_base(folder / name)
 
 
 class Evaluator:

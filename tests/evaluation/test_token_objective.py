@@ -8,6 +8,7 @@ import torch
 
 from tests.support.built_models import built_model
 from tests.support.distributed import run_in_group
+from tests.support.models import stock_base
 from tests.support.plans import make_plan
 from tests.support.scored_rows import scored_rows
 from workflow.lib.checkpoints.checkpoint import Checkpoint
@@ -15,8 +16,7 @@ from workflow.lib.evaluation.heldout_loss import heldout_sums
 from workflow.lib.evaluation.questions import Archive, Questions, Subject, measure, parts
 from workflow.lib.evaluation.results import evaluations
 from workflow.lib.evaluation.token_objective import TokenObjective
-from workflow.lib.export.stock_models import load_base
-from workflow.lib.objectives.next_token import NEXT_TOKEN, Distill
+from workflow.lib.objectives.objective import NEXT_TOKEN, Distill
 from workflow.lib.scores.streamed_model import StreamedModel
 from workflow.lib.settings.config import EvaluateConfig, LoraSettings, RunConfig
 from workflow.lib.training.best_adapter import HeldOut
@@ -49,13 +49,9 @@ def questions_on(store, objective):
     )
 
 
-def load(base):
-    return load_base(Checkpoint(base), device=CPU, compute_dtype=torch.float32, attention="sdpa")
-
-
 def evaluated(base, questions, folder):
     """Return the evaluation of a base, by an archive in `folder`, and the parts measured anew."""
-    subject = Subject("base", "key", lambda: nullcontext(load(base)))
+    subject = Subject("base", "key", lambda: nullcontext(stock_base(base)))
     measured, new = measure(subject, parts(questions), archive=Archive(folder), machine={})
     found = evaluations({"base": measured}, questions, run="a", served="base")["base"]
     return found, new
@@ -139,7 +135,7 @@ def test_model_read_layer_by_layer_has_the_number_of_a_loaded_one(base, case):
     summed = questions.objective.summed(questions.losses_of)
     folder = base.with_name("original")
     loaded = heldout_sums(
-        load(folder), questions.documents, batch_size=4, device=CPU, objective=summed
+        stock_base(folder), questions.documents, batch_size=4, device=CPU, objective=summed
     )
     streamed = StreamedModel(Checkpoint(folder), device=CPU, dtype=torch.float32)
     for one, other in zip(loaded, streamed.losses(questions.documents, summed), strict=True):
@@ -150,7 +146,7 @@ def test_student_is_compared_with_the_base_as_the_original_may_be_its_teacher(ba
     objective, weights = CASES["teacher"]
     questions = questions_on(store_of(weights=weights), objective)
     measured, _ = measure(
-        Subject("base", "key", lambda: nullcontext(load(base))),
+        Subject("base", "key", lambda: nullcontext(stock_base(base))),
         parts(questions),
         archive=Archive(tmp_path),
         machine={},

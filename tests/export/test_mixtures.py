@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.families import FamilyCase
 from tests.support.mixtures import MIXTURES, tiny_mixture
-from tests.support.models import decoded_by_hand, quantized
+from tests.support.models import decoded_by_hand, quantized, stock_base
 from workflow.lib.checkpoints.adapter import Adapter
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.converted_reader import ModuleNames
-from workflow.lib.checkpoints.expert_stacks import expert_stacks
+from workflow.lib.checkpoints.decoder_layers import expert_stacks
 from workflow.lib.checkpoints.files.model_files import ADAPTER_WEIGHTS
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.export.adapter_files import merged_tensors, save_adapter
@@ -26,12 +26,10 @@ from workflow.lib.export.packed_stacks import (
     exported_config,
     without_stacks,
 )
-from workflow.lib.export.stock_models import load_base
 from workflow.lib.model.adaptable_linears import adaptable_linears
 from workflow.lib.model.architecture.adapter_targets import adapter_scale
 from workflow.lib.system.files import read_json
 
-CPU = torch.device("cpu")
 IDS = torch.arange(3, 40)[None]
 FAMILIES = sorted(MIXTURES)
 CONFIG = {
@@ -64,7 +62,7 @@ def meta(folder):
 
 
 def stock(folder):
-    return load_base(Checkpoint(folder), device=CPU, compute_dtype=torch.float32, attention="eager")
+    return stock_base(folder, attention="eager")
 
 
 @torch.no_grad()

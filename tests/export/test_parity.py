@@ -6,12 +6,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.models import adapted, random_store
+from tests.support.models import adapted, random_store, stock_base
 from workflow.lib.checkpoints.adapter import Adapter
-from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.export.adapter_files import read_sharded_adapter, save_adapter
 from workflow.lib.export.parity import POSITIONS, compare_logits, save_logits, trained_logits
-from workflow.lib.export.stock_models import load_adapter, load_base
+from workflow.lib.export.stock_models import load_adapter
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.system.files import read_checked_json
 
@@ -29,9 +28,7 @@ def reloaded(run, folder, **changes):
     save_adapter(
         adapter | changes, read_checked_json(run / "finetune" / "adapter_config.json"), folder
     )
-    base = load_base(
-        Checkpoint(run / "base"), device=CPU, compute_dtype=torch.float32, attention="sdpa"
-    )
+    base = stock_base(run / "base")
     return load_adapter(base, Adapter(folder))
 
 

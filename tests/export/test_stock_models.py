@@ -8,7 +8,7 @@ from bitsandbytes.nn.modules import Linear4bit
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.support.models import VOCAB, decoded_by_hand, quantized, tiny_llama
+from tests.support.models import VOCAB, decoded_by_hand, quantized, stock_base, tiny_llama
 from tests.support.tiny_export import tiny_adapter, tiny_base
 from workflow.lib.checkpoints.adapter import Adapter
 from workflow.lib.checkpoints.checkpoint import Checkpoint
@@ -27,12 +27,6 @@ def folder(tmp_path_factory):
     tiny_base(folder / "base16", dtype=torch.bfloat16)
     tiny_adapter(tiny_base(folder / "base"), folder / "adapter")
     return folder
-
-
-def load(base_dir, *, compute_dtype=torch.float32):
-    return load_base(
-        Checkpoint(base_dir), device=CPU, compute_dtype=compute_dtype, attention="sdpa"
-    )
 
 
 @torch.no_grad()
@@ -56,7 +50,7 @@ def test_base_has_the_logits_of_the_model_that_was_quantized(folder):
     for module in stock.modules():
         if isinstance(module, Linear4bit):
             module.support_avx512bf16_for_cpu = False
-    assert torch.equal(logits(load(folder / "base")), logits(stock))
+    assert torch.equal(logits(stock_base(folder / "base")), logits(stock))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -72,13 +66,13 @@ def test_base_whose_rows_are_not_whole_blocks_has_the_weights_that_were_quantize
                 blocksize=64, compress_statistics=True, quant_type="nf4",
             )  # fmt: skip
             linear.weight.data = decoded_by_hand(packed, state).to(dtype)
-    assert torch.equal(logits(load(base, compute_dtype=dtype)), logits(expected))
+    assert torch.equal(logits(stock_base(base, dtype=dtype)), logits(expected))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("stored", ["base", "base16"])
 def test_everything_not_quantized_is_in_the_compute_dtype(folder, stored, dtype):
-    model = load(folder / stored, compute_dtype=dtype)
+    model = stock_base(folder / stored, dtype=dtype)
     floating = [p for p in model.parameters() if p.is_floating_point()]
     assert len(floating) == 2 + 2 * 2 + 1  # embedding, head, two norms a layer, the last norm
     assert {p.dtype for p in floating} == {dtype}
@@ -87,7 +81,7 @@ def test_everything_not_quantized_is_in_the_compute_dtype(folder, stored, dtype)
 
 def test_4_bit_linears_compute_in_the_compute_dtype(folder):
     linears = [
-        m for m in load(folder / "base16", compute_dtype=torch.float32).modules()
+        m for m in stock_base(folder / "base16", dtype=torch.float32).modules()
         if isinstance(m, Linear4bit)
     ]  # fmt: skip
     assert len(linears) == 2 * 7
@@ -96,13 +90,13 @@ def test_4_bit_linears_compute_in_the_compute_dtype(folder):
 
 
 def test_rotary_frequencies_stay_in_float32(folder):
-    model = load(folder / "base", compute_dtype=torch.bfloat16)
+    model = stock_base(folder / "base", dtype=torch.bfloat16)
     assert model.model.rotary_emb.inv_freq.dtype == torch.float32
 
 
 def test_evaluation_forward_leaves_packed_weights_as_they_are(folder):
     """On CPUs with AVX512-BF16 bitsandbytes would repack them; on others nothing happens anyway."""
-    model = load(folder / "base", compute_dtype=torch.bfloat16)
+    model = stock_base(folder / "base", dtype=torch.bfloat16)
     linear = model.model.layers[0].mlp.down_proj
     before = linear.weight.data.clone()
     logits(model)
@@ -115,23 +109,23 @@ def test_base_without_a_tensor_is_refused(folder, tmp_path):
     with pytest.raises(
         UserError, match=r"does not fit the model.*1 missing \(model\.norm\.weight\).*make it again"
     ):
-        load(broken)
+        stock_base(broken)
 
 
 def test_base_with_a_tensor_too_many_is_refused(folder, tmp_path):
     broken = copy_with(folder / "base", tmp_path / "b", lambda t: t.update(extra=torch.ones(3)))
     with pytest.raises(UserError, match=r"1 left over \(extra\)"):
-        load(broken)
+        stock_base(broken)
 
 
 def test_folder_without_a_model_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"holds no model \(config\.json is not there\)"):
-        load(tmp_path)
+        stock_base(tmp_path)
 
 
 def test_adapter_adds_b_a_x_times_alpha_over_r(folder):
-    plain = load(folder / "base").model.layers[1].mlp.up_proj
-    tuned = load_adapter(load(folder / "base"), Adapter(folder / "adapter"))
+    plain = stock_base(folder / "base").model.layers[1].mlp.up_proj
+    tuned = load_adapter(stock_base(folder / "base"), Adapter(folder / "adapter"))
     adapted = tuned.base_model.model.model.layers[1].mlp.up_proj
     weights = load_file(folder / "adapter" / "adapter_model.safetensors")
     prefix = "base_model.model.model.layers.1.mlp.up_proj.lora_"
@@ -150,7 +144,7 @@ A_TENSOR = "base_model.model.model.layers.0.mlp.up_proj.lora_B.weight"
 def test_adapter_without_a_tensor_is_refused(folder, tmp_path):
     broken = copy_with(folder / "adapter", tmp_path / "a", lambda t: t.pop(A_TENSOR))
     with pytest.raises(UserError, match=rf"1 missing \({re.escape(A_TENSOR)}\)"):
-        load_adapter(load(folder / "base"), Adapter(broken))
+        load_adapter(stock_base(folder / "base"), Adapter(broken))
 
 
 def test_adapter_with_a_tensor_that_has_no_place_is_refused(folder, tmp_path):
@@ -159,7 +153,7 @@ def test_adapter_with_a_tensor_that_has_no_place_is_refused(folder, tmp_path):
         folder / "adapter", tmp_path / "a", lambda t: t.update({other: torch.ones(96, 3)})
     )
     with pytest.raises(UserError, match=rf"1 left over \({re.escape(other)}\)"):
-        load_adapter(load(folder / "base"), Adapter(broken))
+        load_adapter(stock_base(folder / "base"), Adapter(broken))
 
 
 def test_adapter_of_another_shape_is_refused(folder, tmp_path):
@@ -167,14 +161,14 @@ def test_adapter_of_another_shape_is_refused(folder, tmp_path):
         folder / "adapter", tmp_path / "a", lambda t: t.update({A_TENSOR: torch.ones(96, 5)})
     )
     with pytest.raises(UserError, match=r"does not fit the base model.*size mismatch"):
-        load_adapter(load(folder / "base"), Adapter(broken))
+        load_adapter(stock_base(folder / "base"), Adapter(broken))
 
 
 def test_folder_without_an_adapter_is_refused(folder, tmp_path):
     with pytest.raises(
         UserError, match=r"holds no exported adapter \(adapter_config\.json is not there\)"
     ):
-        load_adapter(load(folder / "base"), Adapter(tmp_path))
+        load_adapter(stock_base(folder / "base"), Adapter(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -214,7 +208,7 @@ def load_on(device, folder):
 @pytest.mark.gpu
 @needs_gpu
 def test_tuned_logits_on_a_gpu_are_those_on_a_cpu(folder):
-    on_cpu = logits(load_adapter(load(folder / "base"), Adapter(folder / "adapter")))
+    on_cpu = logits(load_adapter(stock_base(folder / "base"), Adapter(folder / "adapter")))
     tuned = load_adapter(load_on("cuda", folder), Adapter(folder / "adapter"))
     assert {p.device.type for p in tuned.parameters()} == {"cuda"}
     with torch.no_grad():
@@ -241,7 +235,7 @@ def test_model_larger_than_the_first_gpu_goes_on_to_the_second(folder, monkeypat
 
 
 def load_whole(base, adapter):
-    return load_adapter(load(base), Adapter(adapter))
+    return load_adapter(stock_base(base), Adapter(adapter))
 
 
 def load_slices(base, adapter):

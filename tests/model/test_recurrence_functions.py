@@ -3,8 +3,10 @@ models learn: `tests/training/test_families.py`."""
 
 import functools
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,14 +15,17 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.support.built_models import built_model
 from tests.support.captures import ALONE
 from tests.support.families import tiny_family
-from tests.support.models import quantized
+from tests.support.models import adapted, quantized, random_store
 from tests.support.other_decoders import config_of
 from tests.support.plans import make_plan
 from workflow.lib.checkpoints.decoder_layers import decoder_layers
+from workflow.lib.model.layers.adapter_dropout import row_keys
+from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.prepared_decoder import OneByOne
 from workflow.lib.model.tried_classes.called_functions import replace_called_functions_
 from workflow.lib.model.tried_classes.recurrence_functions import replace_recurrences_
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
+from workflow.lib.training.batches import stored_batch
 
 OURS = "_KeepingInputs"  # the node of our operations
 # How many of them a layer of the family calls: a recurrence, and short convolutions.
@@ -178,3 +183,25 @@ def test_decorators_of_a_forward_still_run_around_ours():
     assert module(torch.ones(1)) == 3
     assert module.noted
     assert Decorated()(torch.ones(1)) == 2
+
+
+def test_rows_of_documents_meet_the_same_dropout_together_and_alone(tmp_path):
+    base = quantized(tiny_family("lfm2", tmp_path / "original"), tmp_path / "nf4")
+    training = adapted(base, r=3, dropout=0.4).train()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for param in trainable_parameters(training).values():
+            param.copy_(0.2 * torch.randn(param.shape, generator=generator))
+    store = random_store(rows=3, seq_len=29)
+    model: Any = training.peft_model
+    store.input_ids[:] %= model.get_base_model().config.vocab_size
+    assert training.recurrent_layers
+
+    def loss(*rows, step=1):
+        keys = torch.tensor(row_keys(0, step=step, rows=rows))
+        batch = replace(stored_batch(store, np.array(rows)), row_keys=keys)
+        return float(training(batch).detach())
+
+    together = loss(0, 1, 2)
+    assert together == pytest.approx(loss(0) + loss(1) + loss(2), rel=1e-5)
+    assert together != pytest.approx(loss(0, 1, 2, step=2), rel=1e-5)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.model.test_recurrence_functions import nodes_behind
 from workflow.lib.checkpoints.decoder_layers import decoder_layers
 from workflow.lib.model.tried_classes.rotary_functions import Form, rotary_form, rotate_by_kernel_
 
@@ -67,14 +68,8 @@ def nodes_of_ours(module):
     """How many of the nodes behind the output of a module are our operation's."""
     x = torch.randn(2, 5, 48, requires_grad=True)
     cos, sin = torch.randn(2, 1, 5, 4).repeat(1, 1, 1, 2)
-    output, _ = module(hidden_states=x, position_embeddings=(cos, sin), attention_mask=None)
-    seen, ahead = set(), [output.grad_fn]
-    while ahead:
-        node = ahead.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            ahead += [before for before, _ in node.next_functions]
-    return sum(node.name() == "_RotaryBackward" for node in seen)
+    output = module(hidden_states=x, position_embeddings=(cos, sin), attention_mask=None)
+    return nodes_behind(output)["_Rotary"]
 
 
 def test_the_module_calls_our_operation_and_its_class_does_not():

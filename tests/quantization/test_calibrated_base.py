@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from tests.quantization.test_layer_stream import folder_of
 from tests.support.families import FAMILIES, VOCAB, by_kind
 from tests.support.mixtures import tiny_mixture
-from tests.support.models import quantized, tiny_llama
+from tests.support.models import quantized, stock_base, tiny_llama
 from tests.support.token_arrays import token_arrays
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.meta_model import auto_class
@@ -116,9 +116,7 @@ def test_recorded_losses_are_those_of_the_whole_models_after_a_kill(tmp_path, mo
     assert recorded.original == pytest.approx(losses(whole), rel=ROUNDING)
     plain = quantized(original, tmp_path / "absmax")
     for base, found in ((target, recorded.calibrated), (plain, recorded.absmax)):
-        model = load_base(
-            Checkpoint(base), device=CPU, compute_dtype=torch.float32, attention=attention
-        )
+        model = stock_base(base, attention=attention)
         assert found == pytest.approx(losses(model), rel=ROUNDING)
 
 

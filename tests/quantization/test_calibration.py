@@ -6,7 +6,7 @@ from torch import nn
 
 from tests.support.mixtures import tiny_mixture
 from workflow.lib.checkpoints.checkpoint import Checkpoint
-from workflow.lib.checkpoints.expert_stacks import experts_modules
+from workflow.lib.checkpoints.decoder_layers import experts_modules
 from workflow.lib.quantization import calibration
 from workflow.lib.quantization.calibrated_rounding import decode, error_feedback, round_calibrated
 from workflow.lib.quantization.calibration import loaded_stacks, quantize_experts

@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from tests.support.forked_stage import command_line
 from tests.support.mixtures import tiny_mixture
-from tests.support.models import VOCAB, quantized, tiny_llama
+from tests.support.models import VOCAB, quantized, stored_tensors, tiny_llama
 from tests.support.tiny import tiny_tokenizer
 from workflow.lib.checkpoints.checkpoint import Checkpoint, check_loading
-from workflow.lib.checkpoints.safetensors_reader import INDEX, CheckpointReader
+from workflow.lib.checkpoints.safetensors_reader import INDEX
 from workflow.lib.export.stock_models import load_base
 from workflow.lib.kernels.nf4.decode import decoded
 from workflow.lib.model.adaptable_linears import adaptable_linears
@@ -33,16 +33,11 @@ def original(tmp_path_factory):
     return tiny_llama(tmp_path_factory.mktemp("original"), dtype=torch.bfloat16)
 
 
-def tensors(folder):
-    with CheckpointReader(folder) as reader:
-        return {name: reader.tensor(name) for name in reader.names()}
-
-
 @pytest.mark.parametrize("settings", [{}, {"double_quant": False}], ids=str)
 def test_checkpoint_is_the_one_that_transformers_makes(original, tmp_path, settings):
     """Same tensors, byte for byte: packed weights, scales, code tables, packed state, and what is
     copied. Block size 64 is all it knows."""
-    ours = tensors(quantized(original, tmp_path / "ours", **settings))
+    ours = stored_tensors(quantized(original, tmp_path / "ours", **settings))
     double = QuantizeConfig(**settings).double_quant
     model = AutoModelForCausalLM.from_pretrained(
         original,
@@ -53,7 +48,7 @@ def test_checkpoint_is_the_one_that_transformers_makes(original, tmp_path, setti
         ),
     )
     model.save_pretrained(tmp_path / "theirs")
-    theirs = tensors(tmp_path / "theirs")
+    theirs = stored_tensors(tmp_path / "theirs")
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         assert ours[name].dtype == tensor.dtype, name
@@ -73,7 +68,7 @@ def test_stock_transformers_loads_the_checkpoint_whole_and_packed(tmp_path, tied
     assert len(packed) == 3 * len(LINEARS)
     assert {name.split(".")[-2] for name in packed} == set(LINEARS)
     assert model.model.embed_tokens.weight.dtype == torch.float32
-    assert ("lm_head.weight" in tensors(base)) is not tied
+    assert ("lm_head.weight" in stored_tensors(base)) is not tied
 
 
 class TestShards:
@@ -216,7 +211,7 @@ def published(original, tmp_path_factory):
 
 def test_bytes_of_a_published_base_are_those_of_the_run(published, tmp_path):
     base = quantize(published, tmp_path / "base")
-    found, expected = tensors(base), tensors(published)
+    found, expected = stored_tensors(base), stored_tensors(published)
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype
@@ -273,14 +268,14 @@ def test_base_of_which_some_linears_are_in_16_bits_is_refused(original, tmp_path
     with pytest.raises(UserError, match=r"1 of 21 linears are not \(model\.layers\.1\.mlp\.down_p"):
         quantize(model, tmp_path / "base")
     base = quantize(model, tmp_path / "base", keep=[r"layers\.1\.mlp\.down_proj"])
-    assert tensors(base).keys() == tensors(model).keys()
+    assert stored_tensors(base).keys() == stored_tensors(model).keys()
 
 
 @pytest.mark.parametrize("settings", [{"method": "none"}, {"keep": ["down_proj", "layers.1"]}])
 def test_kept_weights_are_the_bytes_of_the_checkpoint(original, tmp_path, settings):
     """And with all of them the base is a plain copy."""
     base = quantize(original, tmp_path / "base", **settings)
-    found, expected = tensors(base), tensors(original)
+    found, expected = stored_tensors(base), stored_tensors(original)
     kept = {name for name in expected if name in found and found[name].dtype != torch.uint8}
     linears = {name.split(".")[-2] for name in kept if ".layers.0." in name}
     assert linears >= ({"down_proj"} if "keep" in settings else {*LINEARS})

@@ -6,12 +6,11 @@ from bitsandbytes.functional import quantize_4bit
 from transformers import AutoModelForCausalLM
 
 from tests.support.mixtures import MIXTURES, tiny_mixture
-from tests.support.models import quantized
+from tests.support.models import quantized, stored_tensors
 from tests.support.refusals import refusal
 from workflow.lib.checkpoints.checkpoint import Checkpoint
-from workflow.lib.checkpoints.expert_stacks import expert_stacks
+from workflow.lib.checkpoints.decoder_layers import expert_stacks
 from workflow.lib.checkpoints.meta_model import build_config_on_meta
-from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.model.adaptable_linears import adaptable_linears
 from workflow.lib.quantization import nf4_codes
 from workflow.lib.quantization.nf4_checkpoint import check_model
@@ -19,11 +18,6 @@ from workflow.lib.quantization.nf4_codes import check_blocks, quantize_stack
 from workflow.lib.settings.config import QuantizeConfig
 
 CPU = torch.device("cpu")
-
-
-def stored(folder):
-    with CheckpointReader(folder) as reader:
-        return {name: reader.tensor(name) for name in reader.names()}
 
 
 def stock_stacks(folder):
@@ -41,7 +35,7 @@ def stock_stacks(folder):
 def test_stack_has_the_codes_and_scales_of_bitsandbytes_for_the_whole(tmp_path, family, settings):
     config = QuantizeConfig(**settings)
     source = tiny_mixture(family, tmp_path / "model")
-    ours = stored(quantized(source, tmp_path / "nf4", **settings))
+    ours = stored_tensors(quantized(source, tmp_path / "nf4", **settings))
     stacks = stock_stacks(source)
     assert len(stacks) in (2, 4)  # the first layer of two is dense, or none
     for path, weights in stacks.items():
@@ -61,7 +55,7 @@ def test_stack_has_the_codes_and_scales_of_bitsandbytes_for_the_whole(tmp_path, 
 @pytest.mark.parametrize("family", MIXTURES)
 def test_biases_routers_and_norms_are_copied_bit_for_bit(tmp_path, family):
     source = tiny_mixture(family, tmp_path / "model")
-    ours = stored(quantized(source, tmp_path / "nf4"))
+    ours = stored_tensors(quantized(source, tmp_path / "nf4"))
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     expected = {
         name: tensor

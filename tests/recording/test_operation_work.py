@@ -7,7 +7,7 @@ import pytest
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
 from tests.support.preflight_examples import llama_config, setup
-from workflow.lib.kernels.attention.document_lengths import grouped
+from workflow.lib.kernels.attention.answer_rows import grouped
 from workflow.lib.planning import work as kinds
 from workflow.lib.recording.engine_run import _masks_of_rows
 

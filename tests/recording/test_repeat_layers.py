@@ -8,7 +8,7 @@ import pytest
 from tests.support.distributed import run_distributed
 from tests.support.preflight_examples import llama_config, num_calls, setup
 from workflow.lib.planning.memory.replay import replay
-from workflow.lib.planning.preflight.replay_check import NotRecordedError
+from workflow.lib.planning.preflight.plan_search import NotRecordedError
 from workflow.lib.recording.engine_run import record
 from workflow.lib.recording.layer_tape import LayerTape
 from workflow.lib.recording.repeat_layers import NotRepeatableError, repeated, representatives

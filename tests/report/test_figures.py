@@ -13,7 +13,7 @@ from workflow.lib.report.figures import (
     memory_figure,
 )
 from workflow.lib.report.html_page import TEMPLATES
-from workflow.lib.system.artifact_files import read_lines, write_lines
+from workflow.lib.system.checksums import read_lines, write_lines
 
 
 @pytest.fixture

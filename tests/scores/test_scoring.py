@@ -14,11 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.families import tiny_family
 from tests.support.mixtures import tiny_mixture
-from tests.support.models import VOCAB, adapted, random_store, tiny_llama
+from tests.support.models import VOCAB, adapted, random_store, stock_base, tiny_llama
 from tests.support.rounding import allowed, lost
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.data.tokens.token_store import TokenStore
-from workflow.lib.export.stock_models import load_base
 from workflow.lib.scores.scoring import Scorer, WholeModel, rows_of, scores_of
 from workflow.lib.scores.store import Scores, parts_of
 from workflow.lib.scores.streamed_model import StreamedModel, StreamedScorer
@@ -40,7 +39,7 @@ def store() -> TokenStore:
 
 @contextmanager
 def whole(folder: Path) -> Iterator[Scorer]:
-    model = load_base(Checkpoint(folder), device=CPU, compute_dtype=torch.float32, attention="sdpa")
+    model = stock_base(folder)
     yield WholeModel(model, device=CPU, top_k=K, vocabulary=VOCAB)
 
 

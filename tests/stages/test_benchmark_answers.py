@@ -1,7 +1,7 @@
 """The benchmark of sampled answers, on the demo's shape."""
 
 from tests.support.forked_stage import forked_stage
-from workflow.lib.system.artifact_files import read_artifact
+from workflow.lib.system.checksums import read_artifact
 
 
 def test_engine_and_generate_give_the_same_tokens_in_the_time_that_is_told(tmp_path):

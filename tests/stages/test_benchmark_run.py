@@ -20,7 +20,7 @@ from workflow.benchmark.record import Observed
 from workflow.lib.model.architecture.model_shape import shape_of_document
 from workflow.lib.recording.recording_process import recording_process
 from workflow.lib.step_plan.plan import StepPlan
-from workflow.lib.system.artifact_files import read_lines, write_lines
+from workflow.lib.system.checksums import read_lines, write_lines
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import write_checked_json
 from workflow.scripts import benchmark_run

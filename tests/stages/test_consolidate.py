@@ -12,13 +12,12 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from tests.support.finished import CONFIG, write_manifest
 from tests.support.forked_stage import forked_stage, refusal_of
-from tests.support.models import write_shards
+from tests.support.models import stock_base, write_shards
 from tests.system.test_checksums import flip, flip_tensor, recorded_as_download
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.data.encoding.probe_conversations import PROBE
 from workflow.lib.export.adapter_files import read_sharded_adapter
-from workflow.lib.export.stock_models import load_base
 from workflow.lib.kernels.nf4.decode import decoded
 from workflow.lib.settings.config import ExportConfig
 from workflow.lib.system.errors import UserError
@@ -133,12 +132,7 @@ def test_merged_model_is_its_base_with_the_adapter(run, tmp_path, onto):
     out = consolidated(run, tmp_path / "consolidate", merged=True, merge_onto=onto)
     exported = load_file(out / "adapter" / "adapter_model.safetensors")
     assert all(torch.equal(exported[name], trained[name]) for name in trained)
-    original = load_base(
-        Checkpoint(run / "model"),
-        device=torch.device("cpu"),
-        compute_dtype=torch.float32,
-        attention="eager",
-    )
+    original = stock_base(run / "model", attention="eager")
     path, scale = "model.layers.1.mlp.down_proj", 7.5 / 3**0.5
     before = original.get_submodule(path).weight.clone()
     if onto == "dequantized":

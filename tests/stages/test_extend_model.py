@@ -16,7 +16,7 @@ from tests.system.test_checksums import recorded_as_download
 from workflow.lib.checkpoints.tokenizer import load_tokenizer
 from workflow.lib.data.encoding.safe_encoder import SafeEncoder
 from workflow.lib.data.reading.hub_download import licence_of
-from workflow.lib.model.trained_modules import TRAINED_ROWS
+from workflow.lib.model.lora import TRAINED_ROWS
 from workflow.lib.system.checksums import check_files, downloaded_files
 from workflow.lib.system.files import read_checked_json, read_json
 

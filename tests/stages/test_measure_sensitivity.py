@@ -1,22 +1,18 @@
 """The stage as a program: costs of 4 bits by weight and kind of text."""
 
 import pytest
-import torch
 
 from tests.support.forked_stage import forked_stage, refusal_of
-from tests.support.models import quantized, tiny_llama
+from tests.support.models import quantized
 from tests.support.tiny import tiny_tokenizer
-from tests.support.tokenizing import Stage
+from tests.support.tokenizing import tokenized_model
 from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.records import Sensitivities
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sensitivity")
-    tokenizer = tiny_tokenizer(folder / "model")
-    tiny_llama(folder / "model", dtype=torch.bfloat16, vocab_size=len(tokenizer))
-    Stage(folder, folder / "model").run()
+    folder = tokenized_model(tmp_path_factory.mktemp("sensitivity"))
     (folder / "text.txt").write_text("tell me about paris and rome " * 40)
     return folder
 

@@ -15,7 +15,7 @@ from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.data.tokens.token_store import MANIFEST, TokenStore
 from workflow.lib.rounds.answers import Answer, AnsweredPrompt, AnswerWriter
 from workflow.lib.rounds.rewards import RewardLine
-from workflow.lib.system.artifact_files import write_lines
+from workflow.lib.system.checksums import write_lines
 
 REWARDS = {
     "train": [[0.0, 2.0, 1.0], [1.0, 1.0, 1.0], [3.0, None, 5.0]],

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from tests.support.tiny import tiny_tokenizer
 from tests.support.tokenizing import NUM_TRAIN, Stage, save_rows
-from workflow.lib.data.tokens.shown_samples import show_samples
+from workflow.lib.data.tokens.manifest_log import show_samples
 from workflow.lib.data.tokens.token_store import MANIFEST
 from workflow.lib.system.files import read_checked_json
 

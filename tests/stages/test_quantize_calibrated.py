@@ -10,9 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.forked_stage import command_line
-from tests.support.models import tiny_llama
-from tests.support.tiny import tiny_tokenizer
-from tests.support.tokenizing import Stage
+from tests.support.tokenizing import tokenized_model
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.planning import model_sizes
 from workflow.lib.quantization import calibrated_base
@@ -35,11 +33,7 @@ def quantize(folder, output, *, model=None, **settings):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("calibrated")
-    tokenizer = tiny_tokenizer(folder / "model")
-    tiny_llama(folder / "model", dtype=torch.bfloat16, vocab_size=len(tokenizer))
-    Stage(folder, folder / "model").run()
-    return folder
+    return tokenized_model(tmp_path_factory.mktemp("calibrated"))
 
 
 @pytest.fixture(scope="module")

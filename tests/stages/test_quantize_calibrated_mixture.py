@@ -6,13 +6,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.stages.test_quantize_calibrated import CPU, quantize
+from tests.stages.test_quantize_calibrated import quantize
 from tests.support.mixtures import tiny_mixture
+from tests.support.models import stock_base
 from tests.support.tiny import tiny_tokenizer
 from tests.support.tokenizing import Stage
-from workflow.lib.checkpoints.checkpoint import Checkpoint
-from workflow.lib.checkpoints.expert_stacks import expert_stacks
-from workflow.lib.export.stock_models import load_base
+from workflow.lib.checkpoints.decoder_layers import expert_stacks
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import read_checked_json
 
@@ -53,7 +52,7 @@ def test_stock_packages_decode_every_expert(settings, tokens, tmp_path):
     base = quantize(tokens, tmp_path / "base", model=model, **settings)
     assert read_checked_json(base / "quantization.json")["quantized_stacks"] == 4
     original = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    stock = load_base(Checkpoint(base), device=CPU, compute_dtype=torch.float32, attention="sdpa")
+    stock = stock_base(base)
     decoded = dict(stock.named_parameters())
     for path in expert_stacks(original):
         weight, ours = original.get_parameter(path).detach(), stacked(decoded, stock, path)

@@ -8,7 +8,7 @@ from axe_playwright_python.sync_playwright import Axe
 from tests.support.browser import Visit, chromium, needs_chromium, visit
 from tests.support.forked_stage import forked_stage
 from tests.support.report_examples import HOSTILE, edit, write_run
-from workflow.lib.system.artifact_files import read_lines
+from workflow.lib.system.checksums import read_lines
 
 NUM_FIGURES = 7  # held-out loss, five curves, memory
 

@@ -22,7 +22,7 @@ from tests.support.tokenizing import (
 )
 from tests.system.test_checksums import recorded_as_download
 from workflow.lib.data.tokens.token_store import MANIFEST, TokenStore
-from workflow.lib.kernels.attention.document_lengths import LengthGroup
+from workflow.lib.kernels.attention.answer_rows import LengthGroup
 from workflow.lib.planning.preflight.checks import read_tokens
 from workflow.lib.settings.config import load_config
 from workflow.lib.system.errors import UserError

@@ -19,7 +19,7 @@ from tests.support.tokenizing import (
     save_rows,
 )
 from workflow.lib.data.tokens.token_store import TokenStore
-from workflow.lib.system.artifact_files import read_lines
+from workflow.lib.system.checksums import read_lines
 from workflow.lib.system.errors import UserError
 
 

@@ -10,7 +10,7 @@ from tests.support.tokenizing import (
     rows,
     save_rows,
 )
-from workflow.lib.system.artifact_files import read_lines
+from workflow.lib.system.checksums import read_lines
 from workflow.lib.system.errors import UserError
 
 

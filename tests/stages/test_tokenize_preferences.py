@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.support.tokenizing import expected_ids, save_rows
-from workflow.lib.system.artifact_files import read_lines
+from workflow.lib.system.checksums import read_lines
 from workflow.lib.system.errors import UserError
 
 NUM_TRAIN, NUM_HELDOUT = 23, 5

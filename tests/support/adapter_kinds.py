@@ -20,8 +20,8 @@ from tests.support.stock_training import save_run, trained
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.distributed.world import World
 from workflow.lib.export.adapter_files import read_sharded_adapter, save_adapter
+from workflow.lib.model.lora import TRAINED_ROWS
 from workflow.lib.model.loss import vocabulary_slices
-from workflow.lib.model.trained_modules import TRAINED_ROWS
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
 from workflow.lib.system.files import read_json, write_json
 from workflow.lib.training.loop import Trainer

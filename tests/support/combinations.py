@@ -16,8 +16,7 @@ from tests.support.families import FAMILIES, KINDS
 from workflow.benchmark.random_groups import group_rows, random_groups
 from workflow.benchmark.random_pairs import pair_rows, random_pairs
 from workflow.lib.checkpoints.files.config_file import text_part
-from workflow.lib.kernels.attention.answer_rows import answer_rows
-from workflow.lib.kernels.attention.document_lengths import grouped
+from workflow.lib.kernels.attention.answer_rows import answer_rows, grouped
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.model.describe_model import describe_config
 from workflow.lib.planning.machine import Machine

@@ -8,8 +8,8 @@ from tests.support.refusals import refusal
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.planning.machine import Machine
 from workflow.lib.planning.preflight.decision import Decision, decide
+from workflow.lib.planning.preflight.plan_search import Recorder
 from workflow.lib.planning.preflight.planned_run import PlannedRun
-from workflow.lib.planning.preflight.replay_check import Recorder
 from workflow.lib.settings.config import RunConfig
 
 llama_8b = llama_shape(

@@ -12,8 +12,11 @@ from tests.support.families import FAMILIES
 from tests.support.measurements import all_lines, sizes_of
 from tests.support.pages import DOCS, csv_text
 from workflow.benchmark.cases import BenchmarkConfig, model_config
-from workflow.lib.checkpoints.decoder_layers import decoder_layers, drop_other_parts_
-from workflow.lib.checkpoints.expert_stacks import experts_modules
+from workflow.lib.checkpoints.decoder_layers import (
+    decoder_layers,
+    drop_other_parts_,
+    experts_modules,
+)
 from workflow.lib.checkpoints.files.attention_needs import attention_needs
 from workflow.lib.checkpoints.meta_model import auto_class
 from workflow.lib.kernels.attention.attention_choice import automatic_attention

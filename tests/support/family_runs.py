@@ -27,7 +27,7 @@ from tests.support.rounding import allowed, lost
 from tests.support.stock_training import save_run
 from tests.support.token_arrays import token_arrays
 from workflow.lib.checkpoints.checkpoint import Checkpoint
-from workflow.lib.checkpoints.expert_stacks import expert_stacks
+from workflow.lib.checkpoints.decoder_layers import expert_stacks
 from workflow.lib.checkpoints.files.stack_names import StackNames
 from workflow.lib.checkpoints.meta_model import auto_class
 from workflow.lib.data.tokens.token_store import TokenStore

@@ -10,13 +10,20 @@ import pytest
 import torch
 from bitsandbytes.functional import QuantState
 from safetensors.torch import save_file
-from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
 from tests.support.token_arrays import token_arrays
 from workflow.lib.checkpoints.checkpoint import Checkpoint, check_loading
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.sharded_files import piece_of, write_sharded
+from workflow.lib.export.stock_models import load_base
 from workflow.lib.model.fusion.fuse_layers import fuse_layers_
 from workflow.lib.model.layers.frozen_linear import FrozenLinear
 from workflow.lib.model.layers.weight_storage import PlainSpec, read_specs
@@ -82,6 +89,20 @@ def quantized(source: Path, target: Path, **settings: Any) -> Path:
         check_loading(reader)
     write_plain_base(checkpoint, target, QuantizeConfig(**settings), shard_bytes=2**16)
     return target
+
+
+def stock_base(
+    folder: Path, *, dtype: torch.dtype = torch.float32, attention: str = "sdpa"
+) -> PreTrainedModel:
+    """Load a model folder on the CPU by stock Transformers, as the evaluation does."""
+    device = torch.device("cpu")
+    return load_base(Checkpoint(folder), device=device, compute_dtype=dtype, attention=attention)
+
+
+def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors in a model folder's files."""
+    with CheckpointReader(folder) as reader:
+        return {name: reader.tensor(name) for name in reader.names()}
 
 
 def base_fixture(

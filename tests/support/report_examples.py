@@ -7,9 +7,9 @@ from typing import Any
 from tests.support.plans import make_forecast, make_plan, tried_plan
 from workflow.lib.artifacts.evaluation_record import ITEMS
 from workflow.lib.artifacts.records import AdapterEffect, Provenance, ServedCheck
-from workflow.lib.kernels.attention.document_lengths import LengthGroup
+from workflow.lib.kernels.attention.answer_rows import LengthGroup
 from workflow.lib.settings.forms import SUBJECTS
-from workflow.lib.system.artifact_files import read_lines, write_lines
+from workflow.lib.system.checksums import read_lines, write_lines
 from workflow.lib.system.files import (
     read_checked_json,
     write_checked_json,

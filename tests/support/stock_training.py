@@ -18,8 +18,7 @@ from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.world import World
 from workflow.lib.export.parity import save_logits, trained_logits
 from workflow.lib.export.stock_models import load_base
-from workflow.lib.model.lora import trainable_parameters
-from workflow.lib.model.trained_modules import TRAINED_ROWS
+from workflow.lib.model.lora import TRAINED_ROWS, trainable_parameters
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
 from workflow.lib.settings.schedule import step_rows
 from workflow.lib.step_plan.plan import StepPlan

@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tests.support.forked_stage import settings_file
+from tests.support.models import tiny_llama
+from tests.support.tiny import tiny_tokenizer
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.settings.config import DataConfig
 from workflow.scripts.command import stage_parser
@@ -78,6 +81,15 @@ class Stage:
         module = [sys.executable, "-m", "workflow.scripts.tokenize_dataset"]
         options = ["--config", str(settings_file(self.config(**settings))), *self.options()]
         return [*module, *options, "--log", str(self.folder / "log" / "tokenize.log")]
+
+
+def tokenized_model(folder: Path) -> Path:
+    """Save a tiny model in bf16 with its tokenizer to `folder`/model, and tokenize the good data;
+    return `folder`."""
+    tokenizer = tiny_tokenizer(folder / "model")
+    tiny_llama(folder / "model", dtype=torch.bfloat16, vocab_size=len(tokenizer))
+    Stage(folder, folder / "model").run()
+    return folder
 
 
 def documents_of(store: TokenStore, *, of: Any = None) -> dict[tuple[int, ...], list[bool]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from workflow.lib.system.artifact_files import write_lines
+from workflow.lib.system.checksums import write_lines
 from workflow.lib.system.files import (
     atomic_path,
     canonical_json,

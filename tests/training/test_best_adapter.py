@@ -13,15 +13,13 @@ import torch
 from tests.support.built_models import built_model
 from tests.support.distributed import run_distributed, run_in_group
 from tests.support.finished import CONFIG, PLAN, arguments, finetune, prepare
-from tests.support.models import adapted, heldout_from, random_store, tiny_llama
+from tests.support.models import adapted, heldout_from, random_store, stock_base, tiny_llama
 from tests.support.token_arrays import token_arrays
-from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.evaluation.heldout_loss import heldout_losses
 from workflow.lib.export.adapter_files import read_sharded_adapter
-from workflow.lib.export.stock_models import load_base
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
-from workflow.lib.system.artifact_files import read_lines
+from workflow.lib.system.checksums import read_lines
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import file_sha256, read_checked_json, write_checked_json
 from workflow.lib.training.best_adapter import BestAdapter, HeldOut, heldout_rows, patience_is_over
@@ -256,9 +254,7 @@ def measure(world, base):
 def test_loss_is_that_of_the_evaluation(base):
     """Three processes have more turns than documents: some run without one. Dropout is off."""
     results = run_in_group(measure, base, world_size=3)
-    model = load_base(
-        Checkpoint(base), device=torch.device("cpu"), compute_dtype=torch.float32, attention="sdpa"
-    )
+    model = stock_base(base)
     store = two_sources()
     documents = [store.heldout_documents()[n] for n in range(3)]
     sums = heldout_losses(model, documents, batch_size=1, device=torch.device("cpu"))

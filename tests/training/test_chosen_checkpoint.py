@@ -10,7 +10,7 @@ from tests.support.refusals import refusal
 from tests.system.test_checksums import flip
 from workflow.lib.artifacts.checkpoint_folder import saved_steps
 from workflow.lib.export.adapter_files import read_sharded_adapter
-from workflow.lib.system.artifact_files import read_lines
+from workflow.lib.system.checksums import read_lines
 from workflow.lib.system.files import file_sha256, read_checked_json
 from workflow.lib.training.chosen_checkpoint import go_back
 

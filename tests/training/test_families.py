@@ -28,13 +28,13 @@ from tests.support.family_runs import (
     stock_gradients,
     stock_model,
 )
-from tests.support.models import adapted
+from tests.support.models import adapted, stock_base
 from tests.support.rounding import allowed, assert_rounded, lost
 from workflow.lib.checkpoints.adapter import Adapter
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.meta_model import auto_class
 from workflow.lib.export.parity import compare_logits
-from workflow.lib.export.stock_models import load_adapter, load_base
+from workflow.lib.export.stock_models import load_adapter
 from workflow.lib.model import prepared_decoder
 from workflow.lib.model.describe_model import describe_checkpoint
 from workflow.lib.system.errors import UserError
@@ -183,9 +183,7 @@ def test_stock_packages_reload_base_and_adapter_as_they_were_trained(folder, fou
     of_family(found, family, 2)
     run, base = folder / family / "of-2", folder / family / "nf4"
     attention = stock_attention(base)
-    model = load_base(
-        Checkpoint(base), device=CPU, compute_dtype=torch.float32, attention=attention
-    )
+    model = stock_base(base, attention=attention)
     tuned = load_adapter(model, Adapter(exported(run)))
     parity = compare_logits(
         tuned, run / "parity.safetensors",

@@ -16,7 +16,7 @@ from tensorboardX.proto.event_pb2 import Event
 from tests.support.finished import finished
 from tests.support.forked_stage import command_line
 from workflow.lib.settings.tracking import TrackingConfig
-from workflow.lib.system.artifact_files import read_lines
+from workflow.lib.system.checksums import read_lines
 from workflow.lib.system.errors import UserError
 from workflow.lib.training.live_view import TRACKERS, Shown, check_tracking, curves, live_view
 from workflow.scripts import finetune

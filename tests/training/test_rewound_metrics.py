@@ -3,7 +3,7 @@
 import pytest
 
 from workflow.lib.artifacts.checkpoint_folder import damaged_line, rewind_metrics
-from workflow.lib.system.artifact_files import checked_line, read_lines
+from workflow.lib.system.checksums import checked_line, read_lines
 
 
 def test_metrics_are_restored_from_the_checkpoints_own_copy(tmp_path):

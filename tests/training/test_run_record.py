@@ -9,7 +9,7 @@ from tests.support.finished import BATCH, CONFIG, PREDICTED_BYTES, ROWS, SEQ_LEN
 from tests.support.models import random_store
 from workflow.lib.artifacts.training_record import Step
 from workflow.lib.settings.schedule import step_rows
-from workflow.lib.system.artifact_files import read_lines
+from workflow.lib.system.checksums import read_lines
 from workflow.lib.system.files import read_checked_json
 from workflow.lib.training import run_record
 from workflow.lib.training.checkpoint import Resumed, TrainingClock

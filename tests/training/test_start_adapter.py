@@ -14,14 +14,13 @@ from tests.support.built_models import built_model
 from tests.support.distributed import run_in_group
 from tests.support.gathering import all_full
 from tests.support.mixtures import tiny_mixture
-from tests.support.models import quantized, random_store, tiny_llama
+from tests.support.models import quantized, random_store, stock_base, tiny_llama
 from tests.support.plans import make_plan
 from tests.support.refusals import refusal
 from tests.support.stock_training import stock_loss
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.files.adapter_config import adapter_settings, read_adapter_config
 from workflow.lib.checkpoints.files.model_files import ADAPTER_WEIGHTS
-from workflow.lib.export.stock_models import load_base
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.settings.config import RunConfig, TrainConfig
 from workflow.lib.settings.schedule import step_rows
@@ -79,9 +78,9 @@ KINDS = {
 }  # fmt: skip
 
 
-def stock_base(folder, kind):
+def stock_of_kind(folder, kind):
     base = folder / kind.model
-    return load_base(Checkpoint(base), device=CPU, compute_dtype=torch.float32, attention="sdpa")
+    return stock_base(base)
 
 
 @torch.no_grad()
@@ -89,7 +88,7 @@ def make_adapter(folder, name):
     """Let stock PEFT make an adapter with an effect, in the kind's type."""
     kind = KINDS[name]
     config = LoraConfig(r=4, lora_alpha=6, task_type="CAUSAL_LM", **kind.rest)
-    model = get_peft_model(stock_base(folder, kind), config)
+    model = get_peft_model(stock_of_kind(folder, kind), config)
     torch.manual_seed(1)
     for param in model.parameters():
         if param.requires_grad:
@@ -185,7 +184,7 @@ def test_masters_are_exactly_the_files_values(folder, started, name):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_first_loss_is_that_of_stock_peft(folder, started, name):
-    model = PeftModel.from_pretrained(stock_base(folder, KINDS[name]), str(folder / name))
+    model = PeftModel.from_pretrained(stock_of_kind(folder, KINDS[name]), str(folder / name))
     store = random_store(rows=ROWS, seq_len=SEQ_LEN)
     chosen = step_rows(num_rows=ROWS, global_batch_size=BATCH, seed=TRAIN.seed, step=0)
     loss = float(stock_loss(model, stored_batch(store, chosen)).detach())

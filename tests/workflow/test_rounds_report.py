@@ -2,7 +2,7 @@
 
 from tests.support.report_pages import Page
 from tests.support.workflow_project import make_project
-from workflow.lib.system.artifact_files import read_lines
+from workflow.lib.system.checksums import read_lines
 
 REWARDS = {"functions": {"short": {"function": "length", "options": {"at_most": 3}}}}
 

@@ -47,7 +47,7 @@ from workflow.lib.distributed.heartbeat import Pulse
 from workflow.lib.objectives.from_settings import BETA
 from workflow.lib.settings.config import RunConfig
 from workflow.lib.step_plan.plan import StepPlan
-from workflow.lib.system.artifact_files import read_artifact
+from workflow.lib.system.checksums import read_artifact
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import write_checked_json
 

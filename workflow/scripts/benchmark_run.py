@@ -32,7 +32,7 @@ from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.records import Provenance
 from workflow.lib.recording.recording_process import recording_process
 from workflow.lib.settings.overrides import merge
-from workflow.lib.system.artifact_files import read_artifact, read_lines, write_lines
+from workflow.lib.system.checksums import read_artifact, read_lines, write_lines
 from workflow.lib.system.environment import is_worker, shipped_path
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.files import short_hash, write_checked_json

@@ -30,8 +30,7 @@ from workflow.lib.export.stock_models import load_adapter, load_base, load_optio
 from workflow.lib.model.backends import choose_device
 from workflow.lib.settings.config import ExportConfig, RunConfig
 from workflow.lib.settings.objectives import needs_of
-from workflow.lib.system.artifact_files import read_artifact
-from workflow.lib.system.checksums import RecordedFile, listed_files
+from workflow.lib.system.checksums import RecordedFile, listed_files, read_artifact
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import new_folder, write_checked_json, write_checksums
 from workflow.scripts.command import logger, run, stage_parser

@@ -40,8 +40,7 @@ from workflow.lib.evaluation.rewards import Preferences
 from workflow.lib.evaluation.token_objective import TokenObjective
 from workflow.lib.export.stock_models import load_options
 from workflow.lib.objectives.from_settings import objective_of
-from workflow.lib.objectives.kto import RatedAnswers
-from workflow.lib.objectives.pairs import Pairs
+from workflow.lib.objectives.pairs import Pairs, RatedAnswers
 from workflow.lib.scores.store import ScoreStore, recorded_scores
 from workflow.lib.settings.config import (
     DistillConfig,

@@ -13,8 +13,7 @@ from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.files.model_files import ADAPTER
 from workflow.lib.export.adapter_files import Trained, read_sharded_adapter, write_peft_folder
 from workflow.lib.settings.config import RunConfig
-from workflow.lib.system.artifact_files import read_artifact
-from workflow.lib.system.checksums import check_files, listed_files
+from workflow.lib.system.checksums import check_files, listed_files, read_artifact
 from workflow.lib.system.files import new_folder, write_checksums, write_text
 from workflow.lib.training.chosen_checkpoint import GO_BACK, chosen_checkpoint
 from workflow.scripts.command import logger, run, stage_parser

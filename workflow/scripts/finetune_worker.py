@@ -28,7 +28,6 @@ from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.files.model_files import ADAPTER
 from workflow.lib.data.tokens.token_store import MANIFEST, TokenStore, recorded_arrays
 from workflow.lib.distributed.heartbeat import FIRST_PASS_S, JOIN_S, JOINING, Pulse
-from workflow.lib.distributed.stop_signals import StopRequest
 from workflow.lib.distributed.world import World, largest_of_all, process_group
 from workflow.lib.export.parity import save_logits, trained_logits
 from workflow.lib.model.experts.router_balance import accumulated
@@ -38,6 +37,7 @@ from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.checksums import listed_files, recorded_files
 from workflow.lib.system.files import file_sha256, provenance, replace_folder, write_checked_json
 from workflow.lib.system.input_files import Inputs
+from workflow.lib.system.interrupts import StopRequest
 from workflow.lib.system.locks import exclusive
 from workflow.lib.training.best_adapter import BestAdapter, HeldOut, patience_is_over
 from workflow.lib.training.build import TrainingModel, build_training_model, plan_of_device

@@ -27,7 +27,7 @@ from workflow.lib.checkpoints.files.model_files import CONFIG, TOKENIZER_PATTERN
 from workflow.lib.checkpoints.tokenizer import default_template, load_tokenizer
 from workflow.lib.data.reading.hub_download import Source, explained_errors
 from workflow.lib.data.reading.sources import find_files
-from workflow.lib.data.tokens.shown_samples import show_samples
+from workflow.lib.data.tokens.manifest_log import show_samples
 from workflow.lib.data.tokens.token_store import MANIFEST
 from workflow.lib.planning.preflight.what_if import find_config
 from workflow.lib.settings.config import RunConfig, load_config

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from workflow.lib.data.tokens.manifest_log import log_facts
-from workflow.lib.data.tokens.shown_samples import show_samples
+from workflow.lib.data.tokens.manifest_log import log_facts, show_samples
 from workflow.lib.system.files import read_checked_json
 from workflow.scripts.command import run, stage_parser
 

@@ -19,7 +19,7 @@ from workflow.lib.rounds.rewards import (
     mean_rewards,
 )
 from workflow.lib.settings.config import RewardsConfig
-from workflow.lib.system.artifact_files import write_lines
+from workflow.lib.system.checksums import write_lines
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.progress import Progress
 from workflow.scripts.command import logger, run, stage_parser

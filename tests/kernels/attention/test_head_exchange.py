@@ -10,8 +10,7 @@ from tests.kernels.attention.test_flex import layer
 from tests.support.distributed import run_in_group
 from tests.support.rounding import assert_rounded
 from workflow.lib.kernels.attention.flex import flex_arguments, flex_attention
-from workflow.lib.kernels.attention.head_exchange import head_ranges
-from workflow.lib.kernels.attention.row_cut import RowCut
+from workflow.lib.kernels.attention.head_exchange import RowCut, head_ranges
 
 ROWS, TOKENS, WIDTH = 2, 12, 8  # a multiple of 2, 3 and 4 processes
 LENGTHS = ((5, 1, 6), (12,))

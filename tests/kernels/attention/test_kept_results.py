@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.kernels.attention.test_head_groups import attend
-from workflow.lib.kernels.attention.head_groups import Kernels, by_head_groups
+from tests.kernels.attention.test_packed import attend
 from workflow.lib.kernels.attention.kept_results import KeptResults
+from workflow.lib.kernels.attention.packed import Kernels, by_head_groups
 from workflow.lib.model.activation_offload import ActivationOffload
 from workflow.lib.model.recomputation import Recomputed
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.stacks import packed_stack
-from workflow.lib.checkpoints.expert_stacks import experts_modules, matmul_names
+from workflow.lib.checkpoints.decoder_layers import experts_modules, matmul_names
 from workflow.lib.kernels.experts import grouped_matmul as grouped_products
 from workflow.lib.kernels.experts.gates import GateForm
 from workflow.lib.model.experts import expert_matmul as expert_products

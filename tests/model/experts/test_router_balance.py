@@ -9,7 +9,7 @@ from torch import nn
 from tests.support.mixtures import tiny_mixture
 from tests.support.models import adapted, quantized, random_store
 from workflow.lib.model.experts.router_balance import BalanceSettings, RouterBalance, router_balance
-from workflow.lib.model.trained_modules import routers_of
+from workflow.lib.model.lora import routers_of
 from workflow.lib.system.errors import UserError
 from workflow.lib.training.batches import stored_batch
 

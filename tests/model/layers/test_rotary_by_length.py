@@ -10,13 +10,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausa
 from tests.model.layers.test_rotary_by_document import LONG_ROPE, SHORT
 from tests.model.layers.test_rotary_by_document import SIZES as FAMILY
 from tests.support.distributed import TIMEOUT_S, run_distributed
-from tests.support.models import quantized
+from tests.support.models import quantized, stock_base
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.distributed.world import process_group
 from workflow.lib.evaluation.heldout_loss import heldout_losses
 from workflow.lib.evaluation.sample_answers import AnswerSettings, Prompt, generate_answers
 from workflow.lib.export.sharded_models import load_sharded_base
-from workflow.lib.export.stock_models import load_base
 from workflow.lib.model.layers.rotary_by_length import in_groups, rotated_alike
 
 CPU = torch.device("cpu")
@@ -48,10 +47,6 @@ def base(request, tmp_path_factory):
     return quantized(folder / "original", folder / "nf4")
 
 
-def loaded(base):
-    return load_base(Checkpoint(base), device=CPU, compute_dtype=torch.float32, attention="sdpa")
-
-
 def documents():
     draw = np.random.default_rng(0)
     return [
@@ -62,11 +57,11 @@ def documents():
 
 def test_loss_of_a_document_is_that_of_a_fresh_model_for_it_alone(base):
     alone = [
-        heldout_losses(loaded(base), [document], batch_size=1, device=CPU)[0][0]
+        heldout_losses(stock_base(base), [document], batch_size=1, device=CPU)[0][0]
         for document in documents()
     ]
     for size in (2, 10):
-        together = heldout_losses(loaded(base), documents(), batch_size=size, device=CPU)
+        together = heldout_losses(stock_base(base), documents(), batch_size=size, device=CPU)
         assert [loss for loss, _ in together] == pytest.approx(alone, rel=1e-5)
 
 
@@ -74,10 +69,10 @@ def test_answer_is_that_of_a_fresh_model_for_the_prompt_alone(base):
     """Also where it crosses the limit."""
     prompts = [Prompt(n, ids.tolist(), []) for n, (ids, _) in enumerate(documents())]
     settings = AnswerSettings(stop_ids=[], max_new_tokens=NEW_TOKENS, batch_size=10)
-    together = generate_answers(loaded(base), prompts, settings=settings, device=CPU)
+    together = generate_answers(stock_base(base), prompts, settings=settings, device=CPU)
     for prompt, answer in zip(prompts, together, strict=True):
         ids = torch.tensor([prompt.prompt])
-        theirs = loaded(base).generate(
+        theirs = stock_base(base).generate(
             input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS,
             do_sample=False, eos_token_id=None, pad_token_id=0,
         )  # fmt: skip
@@ -98,7 +93,7 @@ def sharded_answers(base):
 def test_model_with_sliced_weights_answers_as_the_stock_model(base):
     prompts = [Prompt(n, ids.tolist(), []) for n, (ids, _) in enumerate(documents())]
     settings = AnswerSettings(stop_ids=[], max_new_tokens=NEW_TOKENS, batch_size=10)
-    theirs = generate_answers(loaded(base), prompts, settings=settings, device=CPU)
+    theirs = generate_answers(stock_base(base), prompts, settings=settings, device=CPU)
     assert run_distributed(sharded_answers, base, world_size=1)[0] == theirs
 
 

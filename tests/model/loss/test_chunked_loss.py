@@ -12,12 +12,12 @@ from workflow.lib.kernels.loss.fused_logits import (
     head_matmul,
     with_aligned_rows,
 )
+from workflow.lib.model.lora import ROWS as TABLE_ROWS
+from workflow.lib.model.lora import TrainedRows
 from workflow.lib.model.loss import chunked_loss
 from workflow.lib.model.loss.chunked_loss import LinearCrossEntropy, OutputHead
 from workflow.lib.model.loss.vocabulary_slices import CHUNK_ROWS, GRADIENT_ROWS
 from workflow.lib.model.micro_batch import MicroBatch
-from workflow.lib.model.trained_modules import ROWS as TABLE_ROWS
-from workflow.lib.model.trained_modules import TrainedRows
 
 HIDDEN = 13
 ROWS = {

@@ -10,11 +10,11 @@ from tests.support.combinations import covering, drawn, planned_run
 from tests.support.recordings import forked_recordings
 from workflow.lib.planning.preflight.decision import decide
 from workflow.lib.planning.preflight.forecast import forecast
+from workflow.lib.planning.preflight.plan_search import NotRecordedError
 from workflow.lib.planning.preflight.planning_inputs import (
     circumstances,
     wanted,
 )
-from workflow.lib.planning.preflight.replay_check import NotRecordedError
 from workflow.lib.planning.preflight.table import render, summary
 from workflow.lib.step_plan.memory_options import TABLE
 from workflow.lib.system.errors import UserError

@@ -9,12 +9,10 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 
-from tests.support.adapter_kinds import CPU, base_of
-from tests.support.models import adapted, quantized, random_store, tiny_llama
+from tests.support.adapter_kinds import base_of
+from tests.support.models import adapted, quantized, random_store, stock_base, tiny_llama
 from tests.support.refusals import refusal
 from tests.support.stock_training import stock_loss, trained_by_peft
-from workflow.lib.checkpoints.checkpoint import Checkpoint
-from workflow.lib.export.stock_models import load_base
 from workflow.lib.model.fusion.fuse_layers import fuse_layers_
 from workflow.lib.model.layers.adapter_dropout import AdapterDropout, row_keys
 from workflow.lib.model.layers.dora import lengthened
@@ -29,12 +27,7 @@ def test_dropout_is_pefts_with_our_masks(folder, use_dora, fused):
     ours = adapted(base_of(folder, "dora"), r=4, use_dora=use_dora, dropout=0.4).train()
     if fused:
         fuse_layers_(ours.peft_model.get_base_model())
-    base = load_base(
-        Checkpoint(base_of(folder, "dora")),
-        device=CPU,
-        compute_dtype=torch.float32,
-        attention="sdpa",
-    )
+    base = stock_base(base_of(folder, "dora"))
     config = LoraConfig(
         r=4, lora_alpha=32, lora_dropout=0.4, use_dora=use_dora, target_modules="all-linear",
         task_type="CAUSAL_LM",
@@ -93,9 +86,7 @@ def test_dora_of_rows_that_are_not_whole_blocks_starts_as_the_base_model(tiny_ba
     """B is zero, so m / n is 1: the lengths read from the file are those of the weights that are
     multiplied with."""
     ours = adapted(tiny_base, r=4, use_dora=True)
-    theirs = load_base(
-        Checkpoint(tiny_base), device=CPU, compute_dtype=torch.float32, attention="sdpa"
-    )
+    theirs = stock_base(tiny_base)
     ids, places = torch.arange(13)[None], torch.arange(13)
     expected = theirs(input_ids=ids, use_cache=False).logits[0]
     found = ours.logits(ids, places[None], places)

@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.adapter_kinds import (
     ADDED,
-    CPU,
     ROWS,
     SEQ_LEN,
     TRAIN,
@@ -26,13 +25,13 @@ from tests.support.adapter_kinds import (
 from tests.support.built_models import built_model
 from tests.support.distributed import run_in_group
 from tests.support.gathering import all_full
-from tests.support.models import random_store
+from tests.support.models import random_store, stock_base
 from tests.support.plans import make_plan
 from workflow.lib.checkpoints.adapter import Adapter
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.files.model_files import ADAPTER_WEIGHTS
 from workflow.lib.export.sharded_models import load_sharded_adapter
-from workflow.lib.export.stock_models import load_adapter, load_base
+from workflow.lib.export.stock_models import load_adapter
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import read_json, write_json
@@ -75,7 +74,7 @@ def test_sharded_evaluation_takes_what_is_trained_beside_adapters(folder, alone,
     """As the stock reload, with the adapter on, off, and on again."""
     exported = export(alone[kind][0])
     path = base_of(folder, kind)
-    base = load_base(Checkpoint(path), device=CPU, compute_dtype=torch.float32, attention="sdpa")
+    base = stock_base(path)
     plain = base(input_ids=IDS).logits.detach()
     tuned = load_adapter(base, Adapter(exported))(input_ids=IDS).logits.detach()
     assert float((plain - tuned).abs().max()) > (1.0 if kind == "both" else 0.1)

@@ -23,14 +23,18 @@ from tests.support.adapter_kinds import (
     train_kinds,
 )
 from tests.support.distributed import run_in_group
+from tests.support.models import stock_base
 from tests.support.stock_training import stock, stock_peft
 from workflow.lib.checkpoints.adapter import Adapter
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.export.adapter_files import merged_tensors, read_sharded_adapter
 from workflow.lib.export.parity import compare_logits
-from workflow.lib.export.stock_models import load_adapter, load_base
-from workflow.lib.model.trained_modules import ROWS_TENSOR
+from workflow.lib.export.stock_models import load_adapter
+from workflow.lib.model.lora import ROWS_TENSOR, unfreeze_
+from workflow.lib.model.nf4_model import build_base_on_meta
+from workflow.lib.settings.config import LoraSettings
+from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import read_json
 
 HEAD, EMBEDDING = "base_model.model.lm_head.", "base_model.model.model.embed_tokens."
@@ -132,9 +136,7 @@ def test_stock_peft_reloads_the_export_as_it_was_trained(folder, trained, kind, 
     exported = export(run)
     saved = read_json(exported / "adapter_config.json")["modules_to_save"] or []
     assert saved == sorted(KINDS[kind].lora.get("modules_to_save", ()))
-    base = load_base(
-        Checkpoint(base_of(folder, kind)), device=CPU, compute_dtype=dtype, attention="sdpa"
-    )
+    base = stock_base(base_of(folder, kind), dtype=dtype)
     model = load_adapter(base, Adapter(exported))
     model.tie_weights()  # as lm-eval does
     parity = compare_logits(
@@ -165,3 +167,24 @@ def test_merged_model_is_that_of_peft_and_has_what_is_trained_beside_adapters(
         table = ours["lm_head.weight" if name.startswith(HEAD) else "model.embed_tokens.weight"]
         part = table[ADDED.start : ADDED.stop] if kind.startswith("rows") else table
         assert torch.equal(part, adapter[name].bfloat16())
+
+
+def test_trained_module_that_the_model_has_not_is_refused(folder):
+    adapter = {"base_model.model.embed_out.weight": torch.ones(1)}
+    with (
+        CheckpointReader(folder / "small" / "original") as source,
+        Checkpoint(folder / "small" / "nf4").decoded() as nf4,
+    ):
+        tensors = merged_tensors(adapter, {}, original=source, nf4=nf4, onto="original")
+        with pytest.raises(UserError, match=r"tensors for base_model.model.embed_out.weight, wh"):
+            list(tensors)
+
+
+def test_name_that_peft_would_find_elsewhere_too_is_refused(folder):
+    model = build_base_on_meta(
+        Checkpoint(folder / "small" / "nf4"), compute_dtype=torch.float32, attention="sdpa"
+    )
+    model.model.other_lm_head = torch.nn.Identity()
+    settings = LoraSettings(modules_to_save=("lm_head",))
+    with pytest.raises(UserError, match=r"'lm_head': model\.other_lm_head ends so too"):
+        unfreeze_(model, settings)

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from tests.support.distributed import run_in_group
 from tests.support.family_runs import merge
 from tests.support.mixtures import MIXTURES, MORE_MIXTURES, tiny_mixture
-from tests.support.models import quantized
+from tests.support.models import quantized, stock_base
 from tests.support.router_runs import CPU, config, router, single_documents, train
 from workflow.lib.checkpoints.adapter import Adapter
 from workflow.lib.checkpoints.checkpoint import Checkpoint
@@ -18,7 +18,7 @@ from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.export.adapter_files import read_sharded_adapter, save_adapter, with_corrections
 from workflow.lib.export.packed_stacks import adapted_paths, exported_config
 from workflow.lib.export.parity import compare_logits
-from workflow.lib.export.stock_models import load_adapter, load_base
+from workflow.lib.export.stock_models import load_adapter
 from workflow.lib.model.architecture.routers import CORRECTION
 from workflow.lib.system.files import read_json
 
@@ -70,7 +70,7 @@ def exported(folder, target, dtype=torch.float32):
 
 def check_reload(folder, target, dtype):
     exported(folder, target, dtype)
-    base = load_base(Checkpoint(folder / "nf4"), device=CPU, compute_dtype=dtype, attention="eager")
+    base = stock_base(folder / "nf4", dtype=dtype, attention="eager")
     return compare_logits(
         load_adapter(base, Adapter(target)), folder / f"run-{dtype}" / "parity.safetensors",
         adapter=Adapter(target), compute_dtype=dtype, device=CPU,

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from workflow.lib.system.artifact_files import row_of, write_lines
+from workflow.lib.system.checksums import row_of, write_lines
 from workflow.lib.system.locks import exclusive
 
 STEP_PATTERN = re.compile(r"^step-(\d{8,})$")

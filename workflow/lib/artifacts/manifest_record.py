@@ -5,8 +5,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from workflow.lib.artifacts.records import Provenance, Record
-from workflow.lib.kernels.attention.answer_rows import AnswerRows
-from workflow.lib.kernels.attention.document_lengths import LengthGroup
+from workflow.lib.kernels.attention.answer_rows import AnswerRows, LengthGroup
 from workflow.lib.settings.objectives import Examples
 
 

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from workflow.lib.artifacts.records import Record
 from workflow.lib.artifacts.training_record import Step
-from workflow.lib.system.artifact_files import read_artifact, read_lines
+from workflow.lib.system.checksums import read_artifact, read_lines
 from workflow.lib.system.errors import UserError
 
 RecordT = TypeVar("RecordT", bound=Record)

@@ -11,8 +11,7 @@ from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.records import ScoresManifest
 from workflow.lib.checkpoints.files.model_files import ADAPTER_WEIGHTS
 from workflow.lib.data.tokens.token_store import MANIFEST
-from workflow.lib.system.artifact_files import read_artifact
-from workflow.lib.system.checksums import damaged, listed_files
+from workflow.lib.system.checksums import damaged, listed_files, read_artifact
 from workflow.lib.system.files import file_sha256, short_hash
 
 HELDOUT = ("held-out tokens", "scores of held-out tokens")

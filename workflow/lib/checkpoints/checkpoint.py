@@ -25,8 +25,7 @@ from transformers.modeling_utils import _get_resolved_checkpoint_files
 
 from workflow.lib.checkpoints.converted_reader import ConvertedReader, ModuleNames
 from workflow.lib.checkpoints.decoded_reader import DecodedReader
-from workflow.lib.checkpoints.decoder_layers import decoder_layers, other_parts
-from workflow.lib.checkpoints.expert_stacks import ExpertStack
+from workflow.lib.checkpoints.decoder_layers import ExpertStack, decoder_layers, other_parts
 from workflow.lib.checkpoints.files.attention_needs import attention_needs
 from workflow.lib.checkpoints.files.config_file import read_bounded
 from workflow.lib.checkpoints.files.model_files import (

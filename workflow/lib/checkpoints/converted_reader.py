@@ -24,7 +24,7 @@ from transformers.core_model_loading import (
 )
 
 from workflow.lib.checkpoints.decoded_reader import DecodedReader
-from workflow.lib.checkpoints.expert_stacks import ExpertStack, expert_stacks
+from workflow.lib.checkpoints.decoder_layers import ExpertStack, expert_stacks
 from workflow.lib.checkpoints.files.safetensors_headers import TensorInfo
 from workflow.lib.checkpoints.files.stack_names import StackNames
 from workflow.lib.system.checksums import RecordedFile

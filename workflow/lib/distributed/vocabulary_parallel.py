@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from workflow.lib.distributed.world import vocabulary_mesh
 from workflow.lib.kernels.loss.fused_logits import ELSEWHERE, IGNORED, FusedLogits, head_matmul
 from workflow.lib.model.host_embedding import look_up_elsewhere_, other_tables
+from workflow.lib.model.lora import ROWS
 from workflow.lib.model.loss.chunked_loss import (
     LinearCrossEntropy,
     Outcomes,
@@ -31,7 +32,6 @@ from workflow.lib.model.loss.chunked_loss import (
 )
 from workflow.lib.model.loss.vocabulary_slices import chunk_rows, exchanged_rows
 from workflow.lib.model.nf4_model import local, local_range
-from workflow.lib.model.trained_modules import ROWS
 from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.objectives.objective import Teacher
 from workflow.lib.system.device_types import GPUS

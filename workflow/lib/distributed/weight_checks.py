@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.distributed.world import World
 from workflow.lib.model.layers.frozen_linear import FrozenLinear, frozen_linears
+from workflow.lib.model.lora import write_rows_
 from workflow.lib.model.loss.vocabulary_slices import vocabulary_slices
 from workflow.lib.model.nf4_model import (
     checkpoint_name,
@@ -18,7 +19,6 @@ from workflow.lib.model.nf4_model import (
     plain_parameters,
     stored_buffers,
 )
-from workflow.lib.model.trained_modules import write_rows_
 from workflow.lib.model.training_module import CausalLMForTraining
 
 

@@ -43,8 +43,7 @@ from workflow.lib.scores.scoring import HeldoutSums
 from workflow.lib.scores.streamed_model import StreamedModel
 from workflow.lib.settings.config import EvaluateConfig
 from workflow.lib.settings.forms import FORMS, SUBJECTS, SubjectName
-from workflow.lib.system.artifact_files import fault_text
-from workflow.lib.system.checksums import RecordedFile
+from workflow.lib.system.checksums import RecordedFile, fault_text
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.files import provenance, read_checked_json, short_hash, write_checked_json
 from workflow.lib.system.input_files import Inputs

@@ -25,8 +25,8 @@ from workflow.lib.evaluation.intervals import (
 )
 from workflow.lib.evaluation.task_scores import Loss, text_difference_fields
 from workflow.lib.objectives import pairs
-from workflow.lib.objectives.kto import RatedAnswers, reference_point
 from workflow.lib.objectives.objective import DocumentSums
+from workflow.lib.objectives.pairs import RatedAnswers, reference_point
 from workflow.lib.scores.store import ScoreStore
 from workflow.lib.settings.config import EvaluateConfig
 from workflow.lib.settings.forms import SUBJECTS, TRAINED, SubjectName

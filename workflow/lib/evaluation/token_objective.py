@@ -14,8 +14,7 @@ from torch import nn
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.evaluation.task_scores import Loss
 from workflow.lib.model.loss.chunked_loss import LinearCrossEntropy, OutputHead, TrainedHead
-from workflow.lib.objectives.next_token import NextToken
-from workflow.lib.objectives.objective import DocumentSums, Objective, TokensOfBatch
+from workflow.lib.objectives.objective import DocumentSums, NextToken, Objective, TokensOfBatch
 from workflow.lib.quantization.calibration import SummedLoss
 
 CHUNK_ROWS = 1024  # rows in fp32 at a time: 0.5 GiB at a 128k vocabulary

@@ -40,10 +40,10 @@ from workflow.lib.export.packed_stacks import (
 from workflow.lib.kernels.nf4.decode import decoded
 from workflow.lib.model.architecture.adapter_targets import adapter_scale
 from workflow.lib.model.architecture.routers import CORRECTION
-from workflow.lib.model.trained_modules import ROWS_TENSOR, TRAINED_ROWS
+from workflow.lib.model.lora import ROWS_TENSOR, TRAINED_ROWS
 from workflow.lib.quantization.nf4_checkpoint import ShardWriter, copy_companions
 from workflow.lib.settings.config import ExportConfig, ModelConfig, RunConfig, is_hub_id
-from workflow.lib.system.artifact_files import read_artifact
+from workflow.lib.system.checksums import read_artifact
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import atomic_path, write_checksums, write_json, write_text
 

@@ -23,12 +23,11 @@ from workflow.lib.checkpoints.files.safetensors_headers import INDEX
 from workflow.lib.checkpoints.meta_model import is_tied
 from workflow.lib.export.adapter_files import write_merged, write_tokenizer
 from workflow.lib.model.host_embedding import other_tables
-from workflow.lib.model.trained_modules import TRAINED_ROWS
+from workflow.lib.model.lora import TRAINED_ROWS
 from workflow.lib.quantization.nf4_checkpoint import copy_companions
 from workflow.lib.settings.config import ExportConfig, ModelConfig
 from workflow.lib.settings.train import RopeScaling
-from workflow.lib.system.artifact_files import read_artifact
-from workflow.lib.system.checksums import HUB_RECORD
+from workflow.lib.system.checksums import HUB_RECORD, read_artifact
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.files import file_sha256, write_checked_json, write_json
 

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 
 from workflow.lib.checkpoints.converted_reader import ConvertedReader, ModuleNames
 from workflow.lib.checkpoints.decoded_reader import DecodedReader
-from workflow.lib.checkpoints.expert_stacks import ExpertStack
+from workflow.lib.checkpoints.decoder_layers import ExpertStack
 from workflow.lib.checkpoints.files.stack_names import PREFIX
 from workflow.lib.kernels.nf4.decode import decoded
 from workflow.lib.model.architecture.adapter_targets import adapter_scale, by_pattern

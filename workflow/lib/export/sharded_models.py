@@ -21,7 +21,7 @@ from workflow.lib.distributed.fsdp import shard_for_inference_
 from workflow.lib.distributed.world import World
 from workflow.lib.export.stock_models import refuse_unmatched
 from workflow.lib.model.layers.rotary_by_length import rotate_by_call_alone_
-from workflow.lib.model.lora import adapted, trainable_parameters
+from workflow.lib.model.lora import adapted, train_rows_, trainable_parameters, write_rows_
 from workflow.lib.model.nf4_model import (
     build_base_on_meta,
     load_weights_,
@@ -29,7 +29,6 @@ from workflow.lib.model.nf4_model import (
     local_range,
     materialize_,
 )
-from workflow.lib.model.trained_modules import train_rows_, write_rows_
 
 
 def load_sharded_base(

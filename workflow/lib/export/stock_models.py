@@ -33,7 +33,7 @@ from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Co
 
 from workflow.lib.checkpoints.adapter import Adapter
 from workflow.lib.checkpoints.checkpoint import Checkpoint
-from workflow.lib.checkpoints.expert_stacks import ExpertStack
+from workflow.lib.checkpoints.decoder_layers import ExpertStack
 from workflow.lib.checkpoints.files.quantization_settings import METHOD
 from workflow.lib.checkpoints.meta_model import auto_class
 from workflow.lib.checkpoints.safetensors_reader import check_whole

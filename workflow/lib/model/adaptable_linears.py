@@ -9,8 +9,7 @@ from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
 from torch import nn
 from transformers import PreTrainedModel
 
-from workflow.lib.checkpoints.decoder_layers import other_parts
-from workflow.lib.checkpoints.expert_stacks import expert_stacks, routers
+from workflow.lib.checkpoints.decoder_layers import expert_stacks, other_parts, routers
 from workflow.lib.model.layers.weight_storage import NF4Spec, PlainSpec, WeightStorage
 
 # The last name alone may also match other modules (`proj`, a router of Gemma 4).

@@ -14,8 +14,7 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from workflow.lib.checkpoints.decoder_layers import decoder_layers
-from workflow.lib.checkpoints.expert_stacks import expert_stacks, routers
+from workflow.lib.checkpoints.decoder_layers import decoder_layers, expert_stacks, routers
 from workflow.lib.model.adaptable_linears import takes_adapter
 from workflow.lib.model.architecture.model_shape import DecoderLayer, Linear
 from workflow.lib.model.nf4_model import stored_buffers

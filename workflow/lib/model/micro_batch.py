@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from workflow.lib.kernels.attention.row_cut import RowCut
+from workflow.lib.kernels.attention.head_exchange import RowCut
 from workflow.lib.kernels.attention.shared_prompts import SharedPrompts
 from workflow.lib.model.documents import Documents
 from workflow.lib.objectives.objective import TokensOfBatch

@@ -19,9 +19,9 @@ from workflow.lib.checkpoints.files.attention_needs import attention_needs
 from workflow.lib.kernels.attention.attention_choice import FLEX, VARLEN, WIDEST_HEAD
 from workflow.lib.kernels.attention.flex import flex_arguments
 from workflow.lib.kernels.attention.flex_masks import MaskKind
+from workflow.lib.kernels.attention.head_exchange import RowCut
 from workflow.lib.kernels.attention.kept_results import KeptResults
 from workflow.lib.kernels.attention.packed import FLATTENED, document_bounds, flash_arguments
-from workflow.lib.kernels.attention.row_cut import RowCut
 from workflow.lib.kernels.attention.shared_prompts import SharedPrompts, prompt_mask
 from workflow.lib.model.documents import Documents, documents_of
 from workflow.lib.model.layers.adapter_dropout import AdapterState

@@ -23,21 +23,20 @@ from workflow.lib.model.host_embedding import LookedUp, look_up_elsewhere_, with
 from workflow.lib.model.layers.frozen_linear import MatmulPrecision, frozen_linears
 from workflow.lib.model.layers.lora_linear import share_state
 from workflow.lib.model.layers.token_tiles import tile_
-from workflow.lib.model.loss.chunked_loss import LinearCrossEntropy
-from workflow.lib.model.loss.loss_scale import LossScale
-from workflow.lib.model.loss.tried_head import tried_head
-from workflow.lib.model.micro_batch import MicroBatch
-from workflow.lib.model.prepared_decoder import PreparedDecoder
-from workflow.lib.model.trained_modules import (
+from workflow.lib.model.lora import (
     ROWS,
     MasterRows,
     TrainedRows,
     routers_of,
     write_rows_,
 )
+from workflow.lib.model.loss.chunked_loss import LinearCrossEntropy
+from workflow.lib.model.loss.loss_scale import LossScale
+from workflow.lib.model.loss.tried_head import tried_head
+from workflow.lib.model.micro_batch import MicroBatch
+from workflow.lib.model.prepared_decoder import PreparedDecoder
 from workflow.lib.model.tried_classes.magnitudes import note_changes_in_place_
-from workflow.lib.objectives.next_token import NEXT_TOKEN
-from workflow.lib.objectives.objective import Objective
+from workflow.lib.objectives.objective import NEXT_TOKEN, Objective
 from workflow.lib.system.dtype_choice import COMPUTE_DTYPE, check_float8_shape
 
 WAYS = ("forward", "backward")

@@ -3,12 +3,11 @@
 from functools import partial
 
 from workflow.lib.objectives.grpo import Grpo
-from workflow.lib.objectives.kto import RatedAnswers
-from workflow.lib.objectives.next_token import NEXT_TOKEN, Distill
-from workflow.lib.objectives.objective import Objective
+from workflow.lib.objectives.objective import NEXT_TOKEN, Distill, Objective
 from workflow.lib.objectives.pairs import (
     PairLosses,
     Pairs,
+    RatedAnswers,
     dpo,
     ipo,
     orpo,

@@ -15,10 +15,10 @@ import numpy.typing as npt
 import torch
 
 from workflow.lib.kernels.loss.fused_logits import IGNORED
-from workflow.lib.objectives.next_token import NextToken
 from workflow.lib.objectives.objective import (
     Figure,
     Head,
+    NextToken,
     TokensOfBatch,
     TokensOfRows,
     document_numbers,

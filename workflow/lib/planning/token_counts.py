@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from workflow.lib.kernels.attention.answer_rows import AnswerRows, RowCounter
-from workflow.lib.kernels.attention.document_lengths import LengthGroup
+from workflow.lib.kernels.attention.answer_rows import AnswerRows, LengthGroup, RowCounter
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from torch import nn
 
 from workflow.lib.artifacts.records import CalibrationFacts, HeldoutLosses
 from workflow.lib.checkpoints.checkpoint import Checkpoint
-from workflow.lib.checkpoints.expert_stacks import experts_modules
+from workflow.lib.checkpoints.decoder_layers import experts_modules
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader
 from workflow.lib.data.tokens.packing import text_lengths
 from workflow.lib.data.tokens.token_store import TokenStore, choose_documents

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from workflow.lib.checkpoints.expert_stacks import experts_modules, matmul_names
+from workflow.lib.checkpoints.decoder_layers import experts_modules, matmul_names
 from workflow.lib.quantization.calibrated_rounding import (
     Rounded,
     codes_with_feedback,

@@ -20,8 +20,7 @@ from transformers import PreTrainedModel
 
 from workflow.lib.checkpoints.checkpoint import Checkpoint
 from workflow.lib.checkpoints.converted_reader import ConvertedReader
-from workflow.lib.checkpoints.decoder_layers import other_parts
-from workflow.lib.checkpoints.expert_stacks import ExpertStack, expert_stacks
+from workflow.lib.checkpoints.decoder_layers import ExpertStack, expert_stacks, other_parts
 from workflow.lib.checkpoints.files.model_files import PROCESSOR_PATTERN, TOKENIZER_PATTERNS
 from workflow.lib.checkpoints.files.safetensors_headers import INDEX
 from workflow.lib.checkpoints.safetensors_reader import CheckpointReader

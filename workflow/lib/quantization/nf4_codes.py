@@ -19,7 +19,7 @@ from bitsandbytes.functional import (
     quantize_blockwise,
 )
 
-from workflow.lib.checkpoints.expert_stacks import ExpertStack
+from workflow.lib.checkpoints.decoder_layers import ExpertStack
 from workflow.lib.kernels.nf4.decode import NESTED_BLOCK_SIZE
 from workflow.lib.settings.config import QuantizeConfig
 from workflow.lib.system.errors import setting_error

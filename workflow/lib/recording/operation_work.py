@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from workflow.lib.kernels.attention.answer_rows import are_equal
 from workflow.lib.kernels.attention.arguments import attention_flop
-from workflow.lib.kernels.attention.document_lengths import are_equal
 from workflow.lib.kernels.attention.flex_masks import RECORDED_LENGTHS, seen_keys
 from workflow.lib.kernels.kernel_launch import LAUNCHED
 from workflow.lib.planning import work

@@ -12,9 +12,13 @@ import torch
 
 from workflow.lib.data.tokens.token_store import OPTIONAL
 from workflow.lib.distributed.world import World
-from workflow.lib.kernels.attention.answer_rows import AnswerRows, RowCounts
-from workflow.lib.kernels.attention.document_lengths import LengthGroup, equal_lengths
-from workflow.lib.kernels.attention.row_cut import RowCut
+from workflow.lib.kernels.attention.answer_rows import (
+    AnswerRows,
+    LengthGroup,
+    RowCounts,
+    equal_lengths,
+)
+from workflow.lib.kernels.attention.head_exchange import RowCut
 from workflow.lib.kernels.attention.shared_prompts import SharedPrompts
 from workflow.lib.model.documents import documents_of
 from workflow.lib.model.micro_batch import MicroBatch
@@ -23,15 +27,14 @@ from workflow.lib.planning.memory.allocation_tape import STEPS
 from workflow.lib.recording.layer_tape import FIRST_PHASE, LayerTape
 from workflow.lib.settings.objectives import NEEDS, PAIRED
 from workflow.lib.step_plan.plan import StepPlan
-from workflow.lib.training.batches import RowGroup
+from workflow.lib.training.batches import RowGroup, StepRows
 from workflow.lib.training.micro_batch_graphs import padding_units
-from workflow.lib.training.step_batches import StepRows
 
 STEP_SIZES = (1.0, 1.0, 1.0)  # as many as an objective has
 
 
 class RecordedBatches:
-    """`step_batches.StepBatches` of a plan. Work is counted of the last step's last micro-batch."""
+    """`batches.StepBatches` of a plan. Work is counted of the last step's last micro-batch."""
 
     def __init__(
         self,

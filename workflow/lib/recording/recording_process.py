@@ -16,7 +16,7 @@ from workflow.lib.planning.memory.allocation_tape import Tape
 from workflow.lib.planning.memory.peaks import Peaks
 from workflow.lib.planning.memory.replay import replay
 from workflow.lib.planning.model_sizes import offload_window
-from workflow.lib.planning.preflight.replay_check import NotRecordedError
+from workflow.lib.planning.preflight.plan_search import NotRecordedError
 from workflow.lib.recording.kept_tapes import keep_peaks, kept_or_made, known_peaks, recording_key
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.environment import importing
@@ -102,7 +102,7 @@ def recording_process() -> Iterator[RecordingProcess]:
 
 
 class PlanRecorder:
-    """Records plans of one model, each once: a `replay_check.Recorder`."""
+    """Records plans of one model, each once: a `plan_search.Recorder`."""
 
     def __init__(
         self,

@@ -15,8 +15,7 @@ from pydantic import Field
 from workflow.lib.artifacts.read_records import read_record, read_records
 from workflow.lib.artifacts.records import Provenance, Record
 from workflow.lib.data.tokens.work_folder import BEGUN_WITH, begin_shards
-from workflow.lib.system.artifact_files import write_lines
-from workflow.lib.system.checksums import RecordedFile, check_files
+from workflow.lib.system.checksums import RecordedFile, check_files, write_lines
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import (
     file_sha256,

@@ -7,9 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Strict
 
-from workflow.lib.kernels.attention.answer_rows import AnswerRows
+from workflow.lib.kernels.attention.answer_rows import AnswerRows, LengthGroup
 from workflow.lib.kernels.attention.attention_choice import FLEX, VARLEN
-from workflow.lib.kernels.attention.document_lengths import LengthGroup
 from workflow.lib.model.loss.vocabulary_slices import vocabulary_slices
 from workflow.lib.settings.objectives import NEEDS, ObjectiveName
 from workflow.lib.settings.train import ALL_LINEARS

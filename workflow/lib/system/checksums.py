@@ -1,15 +1,27 @@
 """Files against the SHA-256 that was recorded when they were written.
 
 Records are `SHA256SUMS`, `files` in the tokens' manifest, and `source.json` of a download. A lost
-bit changes neither size nor time, so every stage hashes its inputs (then cached)."""
+bit changes neither size nor time, so every stage hashes its inputs (then cached). Each object, or
+line, of a JSON artifact carries the SHA-256 of its content (`sha256`) itself."""
 
-from collections.abc import Callable, Iterable, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.files import SUMS, file_sha256, is_passing, read_json, verified
+from workflow.lib.system.files import (
+    SUMS,
+    atomic_path,
+    file_sha256,
+    is_passing,
+    read_checked_json,
+    read_json,
+    verified,
+    with_checksum,
+)
 
 LOADED = (".safetensors", ".json")  # a model folder's types that must be listed
 NOT_AS_MADE = "does not have the SHA-256 that was recorded when it was made"
@@ -137,3 +149,69 @@ def check_files(files: Sequence[RecordedFile], *, threads: int = 1) -> None:
 
 
 HUB_RECORD = "source.json"  # record of a dataset's download
+
+
+def read_artifact(path: Path) -> dict[str, Any]:
+    """Return the content of a JSON artifact in its stage's folder. Raises `UserError` if it is
+    missing or was changed."""
+    try:
+        return read_checked_json(path)
+    except FileNotFoundError:
+        raise _missing(path) from None
+    except OSError as error:
+        if is_passing(error) or isinstance(error, PermissionError):
+            raise
+        raise damaged(path.parent, path.name, f"cannot be read ({error.strerror})") from None
+    except (ValueError, TypeError, RecursionError) as error:
+        raise damaged(path.parent, path.name, fault_text(error)) from None
+
+
+def _missing(path: Path) -> UserError:
+    return UserError(
+        f"{path}: there is no such file. Repeat the command, which makes it; if it comes to this "
+        f"again, delete the folder {path.parent} and repeat the command."
+    )
+
+
+def fault_text(error: Exception) -> str:
+    """Return the fault of a changed file, as the end of a sentence."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"is not UTF-8 ({error.reason})"
+    if isinstance(error, json.JSONDecodeError):
+        return f"is not valid JSON ({error})"
+    return str(error) or type(error).__name__
+
+
+def checked_line(row: Mapping[str, object]) -> str:
+    """Return a row as a JSON line with its `sha256`."""
+    return json.dumps(with_checksum(row), ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def write_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
+    """Write an object a line, atomically, each with its `sha256`."""
+    with atomic_path(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+        file.writelines(map(checked_line, rows))
+
+
+def row_of(line: str) -> dict[str, Any]:
+    """Return the row of a line, without its `sha256`; raises as `files.verified`."""
+    return verified(json.loads(line))
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file of `write_lines`, perhaps none. Raises `UserError` naming the first
+    changed line."""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        raise _missing(path) from None
+    rows = []
+    for number, line in enumerate(lines, 1):
+        if number == len(lines) and not line:  # after the last line's end
+            break
+        try:
+            rows.append(row_of(line.decode()))
+        except (ValueError, TypeError, RecursionError) as error:
+            finding = f"{fault_text(error)} (line {number})"
+            raise damaged(path.parent, path.name, finding) from None
+    return rows

@@ -1,8 +1,10 @@
-"""Order of the end after SIGINT or SIGTERM to Snakemake's process alone: its jobs end too.
+"""Order of the end after SIGINT or SIGTERM to Snakemake's process alone: its jobs end too. And the
+stop of a training on request (`StopRequest`), by which all processes end between two steps.
 
 `kill` or a scheduler sends it so. Snakemake waits for its jobs, and after a signal only starts no
 more: a training would run to its end. A terminal signals all processes at once; here the jobs get
-the same signal. Snakemake itself cancels jobs on a cluster."""
+the same signal. Snakemake itself cancels jobs on a cluster, which sends SIGTERM or
+SIGUSR1 before it takes a machine back; SIGHUP is a lost terminal."""
 
 import os
 import signal
@@ -14,6 +16,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any, Self
 
 from workflow.lib.system.limits import INTERRUPTED
 
@@ -109,3 +112,29 @@ def children_of(pid: int) -> list[int]:
     except OSError:  # it has ended
         return []
     return [int(child) for text in lists for child in text.split()]
+
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
+
+class StopRequest:
+    """Context manager: within it `SIGNALS` only set `asked`, on this process. A signal that is
+    ignored (SIGHUP under `nohup`) stays ignored."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        wanted = (number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN)
+        self._previous = {number: signal.signal(number, self._ask) for number in wanted}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        # Only a flag, which all processes exchange between two steps: an exception here would leave
+        # the others waiting in their next collective.
+        self.requested = True

@@ -31,12 +31,11 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from workflow.lib.distributed.heartbeat import BEAT_S, FOLDER_VARIABLE, JOIN_S, WAITING, Watch
-from workflow.lib.distributed.stop_signals import SIGNALS
 from workflow.lib.system.environment import ALONE, LAUNCHER_VARIABLE, RunNode
 from workflow.lib.system.errors import BatchMemoryError, PeerLostError, StoppedError, UserError
 from workflow.lib.system.hardware import LOOPBACK as ADDRESS
 from workflow.lib.system.hardware import check_processes_can_work, loopback_fault, threads_of_job
-from workflow.lib.system.interrupts import children_of
+from workflow.lib.system.interrupts import SIGNALS, children_of
 from workflow.lib.system.locks import temporary_folder
 from workflow.lib.system.units import MIB
 from workflow.lib.training.failure_causes import first_cause, followed, killed, memory_kills
@@ -183,7 +182,7 @@ def _explained(cause: str, workers: Workers, *, rank: int, elsewhere: bool) -> E
 
 
 def stop_on_signals() -> None:
-    """Make `stop_signals.SIGNALS` end the workers by SIGTERM; an ignored one stays ignored.
+    """Make `interrupts.SIGNALS` end the workers by SIGTERM; an ignored one stays ignored.
     Terminal and Snakemake both send it to a launcher: within `TWICE_S` they are one request, as a
     second would cut short the workers' save."""
     last = -math.inf

@@ -30,14 +30,14 @@ from torch import nn
 from workflow.lib.artifacts.training_record import Step
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.world import World
-from workflow.lib.model.lora import trainable_parameters
+from workflow.lib.model.lora import sum_copies_, trainable_parameters
 from workflow.lib.model.loss.loss_scale import loss_scale_of
 from workflow.lib.model.micro_batch import MicroBatch
-from workflow.lib.model.trained_modules import sum_copies_
 from workflow.lib.model.training_module import CausalLMForTraining, loss_in
 from workflow.lib.settings.config import TrainConfig
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import short_hash
+from workflow.lib.training.batches import StepBatches, StepRows, StoredBatches
 from workflow.lib.training.gradients import (
     LossSum,
     clip_gradients,
@@ -48,7 +48,6 @@ from workflow.lib.training.gradients import (
 from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs, forward_backward
 from workflow.lib.training.optimizers import ShardwiseOptimizer, learning_rate
 from workflow.lib.training.start_reference import with_references
-from workflow.lib.training.step_batches import StepBatches, StepRows, StoredBatches
 
 logger = logging.getLogger("workflow")
 

@@ -36,7 +36,7 @@ from workflow.lib.settings.config import RunConfig, TrainConfig
 from workflow.lib.settings.objectives import needs_of
 from workflow.lib.settings.schedule import step_rows
 from workflow.lib.step_plan.plan import StepPlan
-from workflow.lib.system.artifact_files import checked_line, write_lines
+from workflow.lib.system.checksums import checked_line, write_lines
 from workflow.lib.system.hardware import drawn_j
 from workflow.lib.system.number_formats import duration
 from workflow.lib.training.build import TrainingModel

@@ -16,8 +16,7 @@ from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.nf4_model import local
 from workflow.lib.model.training_module import CausalLMForTraining
-from workflow.lib.objectives.next_token import NEXT_TOKEN, TokenLosses
-from workflow.lib.objectives.objective import Objective
+from workflow.lib.objectives.objective import NEXT_TOKEN, Objective, TokenLosses
 
 
 def token_losses(

@@ -27,7 +27,7 @@ from workflow.lib.model.compared_layers import ComparedLayers
 from workflow.lib.model.nf4_model import local
 from workflow.lib.model.recomputation import nothing_recomputed, recomputes
 from workflow.lib.model.training_module import CausalLMForTraining
-from workflow.lib.objectives.next_token import NEXT_TOKEN
+from workflow.lib.objectives.objective import NEXT_TOKEN
 from workflow.lib.settings.config import TrainConfig
 from workflow.lib.system.checksums import RecordedFile
 from workflow.lib.system.dtype_choice import COMPUTE_DTYPE, FLOAT8

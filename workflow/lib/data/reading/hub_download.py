@@ -29,8 +29,7 @@ from workflow.lib.checkpoints.files.model_files import (
 )
 from workflow.lib.checkpoints.files.safetensors_headers import INDEX, SINGLE
 from workflow.lib.data.reading.sources import matching
-from workflow.lib.system.artifact_files import read_artifact
-from workflow.lib.system.checksums import HUB_RECORD
+from workflow.lib.system.checksums import HUB_RECORD, read_artifact
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.files import file_sha256, read_json, sync
 from workflow.lib.system.near_names import near_path, near_paths

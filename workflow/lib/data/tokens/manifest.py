@@ -30,8 +30,7 @@ from workflow.lib.data.tokens.token_store import (
     Document,
 )
 from workflow.lib.data.tokens.work_folder import OVERLAP, Listing
-from workflow.lib.kernels.attention.answer_rows import answer_rows
-from workflow.lib.kernels.attention.document_lengths import grouped
+from workflow.lib.kernels.attention.answer_rows import answer_rows, grouped
 from workflow.lib.settings.objectives import PAIRED, Examples
 from workflow.lib.system.files import file_sha256, provenance
 from workflow.lib.system.redaction import redacted

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from workflow.lib.data.tokens.process_pool import KilledError
 from workflow.lib.data.tokens.token_store import REJECTS, TRUNCATED
-from workflow.lib.system.artifact_files import checked_line
+from workflow.lib.system.checksums import checked_line
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import new_folder, write_text
 

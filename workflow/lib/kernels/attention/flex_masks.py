@@ -11,12 +11,12 @@ from typing import NamedTuple
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from workflow.lib.kernels.attention.attention_choice import FLEX_BLOCK
-from workflow.lib.kernels.attention.document_lengths import (
+from workflow.lib.kernels.attention.answer_rows import (
     LengthGroup,
     computed_keys,
     equal_lengths,
 )
+from workflow.lib.kernels.attention.attention_choice import FLEX_BLOCK
 
 
 class MaskKind(NamedTuple):

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from workflow.lib.kernels.attention.document_lengths import document_starts
+from workflow.lib.kernels.attention.answer_rows import document_starts
 from workflow.lib.kernels.attention.flex_masks import MaskKind
 
 Numbers = npt.NDArray[np.int64]

@@ -13,7 +13,7 @@ from typing import Any
 
 from workflow.lib.checkpoints.files.safetensors_headers import FLOAT_BYTES
 from workflow.lib.model.architecture.routers import router_paths
-from workflow.lib.system.artifact_files import read_artifact
+from workflow.lib.system.checksums import read_artifact
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import read_json
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
-from workflow.lib.checkpoints.expert_stacks import expert_stacks, matmul_names
+from workflow.lib.checkpoints.decoder_layers import expert_stacks, matmul_names
 from workflow.lib.kernels.experts.gates import (
     CLAMPED,
     GateForm,

@@ -2,7 +2,7 @@
 batch never exist.
 
 The forward computes the gradient of the hidden states chunk by chunk, and sums a trained head's
-(`trained_modules`), so backward needs no logits. Only a trained head's gradient with unknown slopes
+(`lora`), so backward needs no logits. Only a trained head's gradient with unknown slopes
 (`log_probs`) makes backward compute the chunks again. The idea is fused linear cross-entropy
 (Liger, arXiv 2410.10989); masked rows are dropped before the matmul (TRL's chunked_nll)."""
 
@@ -25,8 +25,8 @@ from workflow.lib.kernels.loss.fused_logits import (
     usable,
     with_aligned_rows,
 )
+from workflow.lib.model.lora import ROWS, trained_parts
 from workflow.lib.model.loss.vocabulary_slices import GRADIENT_ROWS, chunk_rows
-from workflow.lib.model.trained_modules import ROWS, trained_parts
 from workflow.lib.objectives.objective import Teacher, exact_sum
 
 SUMS = 2  # how many numbers of a row are log-sum-exp: A and R

@@ -22,9 +22,10 @@ from workflow.lib.planning.preflight.plan_search import (
     NEGLIGIBLE,
     Candidate,
     Question,
+    Recorder,
     predicted_candidate,
+    recorded,
 )
-from workflow.lib.planning.preflight.replay_check import Recorder, recorded
 from workflow.lib.settings.train import ALL_LINEARS
 from workflow.lib.step_plan.memory_options import takes_host_memory
 from workflow.lib.step_plan.plan import StepPlan

@@ -13,8 +13,7 @@ from pydantic import TypeAdapter
 
 from workflow.lib.artifacts.layout import SERVING
 from workflow.lib.checkpoints.files.config_file import read_config, text_part
-from workflow.lib.kernels.attention.answer_rows import AnswerRows
-from workflow.lib.kernels.attention.document_lengths import LengthGroup
+from workflow.lib.kernels.attention.answer_rows import AnswerRows, LengthGroup
 from workflow.lib.model.architecture.kept_linears import checked_linears
 from workflow.lib.model.architecture.model_shape import ModelShape, read_shape
 from workflow.lib.planning.machine import (
@@ -40,7 +39,7 @@ from workflow.lib.settings.config import HardwareConfig, RunConfig
 from workflow.lib.settings.schedule import total_steps
 from workflow.lib.settings.server_limits import ServedModel, first_limit
 from workflow.lib.system import hardware
-from workflow.lib.system.artifact_files import read_artifact
+from workflow.lib.system.checksums import read_artifact
 from workflow.lib.system.dtype_choice import choose_dtype
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.files import file_sha256

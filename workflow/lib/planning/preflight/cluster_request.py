@@ -17,9 +17,9 @@ from workflow.lib.planning.machine import requested_processes
 from workflow.lib.planning.model_sizes import Shape, chosen_method, rounding_seconds
 from workflow.lib.planning.preflight.checks import read_machine, read_tokens
 from workflow.lib.planning.preflight.decision import Decision
+from workflow.lib.planning.preflight.plan_search import Recorder
 from workflow.lib.planning.preflight.planned_run import PlannedRun
 from workflow.lib.planning.preflight.questions import predicted
-from workflow.lib.planning.preflight.replay_check import Recorder
 from workflow.lib.settings.config import RunConfig
 from workflow.lib.system.units import MIB
 

@@ -24,9 +24,12 @@ from workflow.lib.planning.preflight.checks import check_batch
 from workflow.lib.planning.preflight.plan_search import (
     Candidate,
     Choices,
+    NotRecordedError,
     Question,
+    Recorder,
     candidates,
     choose,
+    confirmed,
     open_choices,
 )
 from workflow.lib.planning.preflight.planned_run import PlannedRun
@@ -35,7 +38,6 @@ from workflow.lib.planning.preflight.planning_inputs import (
     divisors,
     plan_from_settings,
 )
-from workflow.lib.planning.preflight.replay_check import NotRecordedError, Recorder, confirmed
 from workflow.lib.planning.timing.machine_speed import Speed, speed_of
 from workflow.lib.planning.token_counts import TokenCounts
 from workflow.lib.settings.optimizer_kinds import OPTIMIZERS, SMALLEST

@@ -7,12 +7,12 @@ from typing import Any
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.planning.machine import Machine
 from workflow.lib.planning.preflight.budget import budget, certain_lack
+from workflow.lib.planning.preflight.plan_search import Recorder
 from workflow.lib.planning.preflight.planning_inputs import (
     divisors,
     plan_from_settings,
     shard_size,
 )
-from workflow.lib.planning.preflight.replay_check import Recorder
 from workflow.lib.planning.token_counts import TokenCounts
 from workflow.lib.settings.config import RunConfig
 from workflow.lib.settings.train import MOST_SHARERS

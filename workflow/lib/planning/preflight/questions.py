@@ -14,8 +14,8 @@ from workflow.lib.planning.memory.peaks import Peaks, combined
 from workflow.lib.planning.preflight.checks import check_tokens
 from workflow.lib.planning.preflight.decision import Decision, decide
 from workflow.lib.planning.preflight.forecast import forecast
+from workflow.lib.planning.preflight.plan_search import Recorder
 from workflow.lib.planning.preflight.planned_run import PlannedRun
-from workflow.lib.planning.preflight.replay_check import Recorder
 from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.errors import UserError
 

@@ -9,9 +9,8 @@ from safetensors.torch import load_file
 from tests.support.mixtures import tiny_mixture
 from tests.support.models import tiny_llama
 from workflow.lib.checkpoints.checkpoint import Checkpoint
-from workflow.lib.export.conversions import convert
+from workflow.lib.export.conversions import FORMAT, check_w4a16, convert, group_scales
 from workflow.lib.export.stock_models import load_base, load_stock
-from workflow.lib.export.w4a16 import FORMAT, check, group_scales
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import read_json
 
@@ -24,7 +23,7 @@ EXPERTS = dict.fromkeys(
 
 def in_4_bits(source, folder):
     folder.mkdir()
-    check(Checkpoint(source))
+    check_w4a16(Checkpoint(source))
     convert("w4a16", Checkpoint(source), folder, shard_bytes=2**16, device=CPU)
     return folder
 
@@ -96,4 +95,4 @@ def test_scales_are_no_worse_than_those_of_the_largest_weight():
 )
 def test_model_that_cannot_be_packed_is_refused(family, changes, words, tmp_path):
     with pytest.raises(UserError, match=rf"export\.w4a16: .*{words}.* Leave out export\.w4a16"):
-        check(Checkpoint(tiny_mixture(family, tmp_path / "model", **changes)))
+        check_w4a16(Checkpoint(tiny_mixture(family, tmp_path / "model", **changes)))
