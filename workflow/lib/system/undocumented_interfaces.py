@@ -79,9 +79,11 @@ INTERFACES = _interfaces(
         "bitsandbytes.optim.adamw:AdamW": "init_state",
         # the compute dtype of stock linears; no repacking on CPUs
         "bitsandbytes.nn:Linear4bit()": "compute_type_is_set support_avx512bf16_for_cpu",
-        # buffers that the family computes; modules that stay in 16 or 32 bits; the layers' class
+        # buffers that the family computes; modules that stay in 16 or 32 bits; the layers' class;
+        # whether a token may be a CUDA graph
         "transformers:PreTrainedModel": (
-            "_init_weights _keep_in_fp32_modules _keep_in_fp32_modules_strict _no_split_modules"
+            "_init_weights _keep_in_fp32_modules _keep_in_fp32_modules_strict _no_split_modules "
+            "_can_compile_fullgraph"
         ),
         # a model's attention, and the experts of a layer that is described
         "transformers:PreTrainedConfig()": "_attn_implementation _experts_implementation",
