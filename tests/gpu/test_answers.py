@@ -15,7 +15,7 @@ GPU = torch.device("cuda", 0)
 
 @pytest.mark.parametrize("make", [windows, lambda: random_llama(vocab_size=VOCAB_SIZE)])
 @pytest.mark.parametrize("drawn", [False, True])
-def test_answers_by_graphs_are_those_of_generate(make, drawn, caplog):
+def test_answers_by_graphs_are_those_of_generate(make, drawn, caplog, one_gpu):
     """In float32; `generate` runs a model with eager attention."""
     model = make().to(GPU).eval()
 
