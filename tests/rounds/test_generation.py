@@ -100,7 +100,7 @@ def test_linears_are_decoded_once_where_half_of_the_free_memory_holds_them(
     tiny_llama(tmp_path / "model", vocab_size=VOCAB_SIZE, **sizes)
     options = {"device": CPU, "compute_dtype": torch.float32, "attention": "sdpa"}
     model = load_base(Checkpoint(quantized(tmp_path / "model", tmp_path / "nf4")), **options)
-    size = sum(2 * x.in_features * x.out_features for x in packed_linears(model).values())
+    size = sum(4 * x.in_features * x.out_features for x in packed_linears(model).values())
     expected = sampled(model, requests(6))
     monkeypatch.setattr(generation, "free_bytes", lambda device: int(free_shares * size))
     decode_for_answers_(model, torch.device("cuda", 0))

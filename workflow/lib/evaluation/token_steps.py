@@ -16,7 +16,7 @@ from transformers.cache_utils import StaticLayer
 
 from workflow.lib.distributed.work_sharing import is_sharded
 from workflow.lib.model.layers.rotary_by_length import changes_with_length
-from workflow.lib.training.cuda_capture import Capture, CudaCapture
+from workflow.lib.training.cuda_capture import Capture, CudaCapture, first_cause
 
 logger = logging.getLogger("workflow")
 
@@ -81,14 +81,16 @@ def continue_by_steps(
 
 
 def _captured(step: Callable[[], torch.Tensor], capture: Capture) -> Callable[[], object]:
-    """Return the replay of a step, or the step itself where it cannot be captured."""
+    """Return the replay of a step, or the step itself where it cannot be captured. Raises
+    `torch.OutOfMemoryError`, for which the caller takes fewer rows."""
     try:
         return capture(step)
-    except torch.OutOfMemoryError:
-        raise
     except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        logger.warning("a token cannot be a CUDA graph, so its launches take longer: %s", reason)
+        cause = first_cause(error)
+        if isinstance(cause, torch.OutOfMemoryError):
+            raise cause from None
+        reason = str(cause).splitlines()[0]
+        logger.warning("a token cannot be a CUDA graph, so it takes longer: %s", reason)
         return step
 
 

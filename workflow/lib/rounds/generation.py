@@ -96,7 +96,10 @@ def decode_for_answers_(model: Model, device: torch.device) -> None:
     """Decode 4-bit linears once for all tokens where that takes at most half of the free memory;
     the rest is for keys and values."""
     linears = {} if is_sharded(model) else packed_linears(model)
-    size = sum(2 * linear.in_features * linear.out_features for linear in linears.values())
+    size = sum(
+        x.in_features * x.out_features * x.weight.quant_state.dtype.itemsize
+        for x in linears.values()
+    )
     if device.type == "cuda" and 2 * size <= free_bytes(device):
         for path in linears:
             decode_linear_(model, path)
