@@ -82,6 +82,16 @@ def test_answers_depend_neither_on_their_batch_nor_on_their_order(model):
     assert all(0 <= token < VOCAB_SIZE for answer in together for token in answer.ids)
 
 
+@torch.no_grad()
+def test_log_probabilities_are_those_of_the_model(model):
+    (request,) = requests(1)
+    (answer,) = sampled(model, [request], temperature=0.7, top_p=0.9)
+    row = torch.tensor([[*request.prompt, *answer.ids]])
+    log_p = model(row).logits[0, len(request.prompt) - 1 : -1].log_softmax(-1)
+    expected = log_p.gather(1, torch.tensor(answer.ids)[:, None])[:, 0].tolist()
+    assert answer.log_probs == pytest.approx(expected, abs=1e-4)
+
+
 def test_other_seeds_and_numbers_give_other_answers(model):
     first, other_number, other_seed = (
         Request([5, 6, 7], n, s) for n, s in ((0, 0), (1, 0), (0, 1))

@@ -14,3 +14,9 @@ def test_engine_and_generate_give_the_same_tokens_in_the_time_that_is_told(tmp_p
     assert measured["prompts"] * measured["new_tokens"] == 60
     assert f"{measured['tokens_per_s']:.0f} tokens/s" in done.stderr
     assert base.is_dir()
+
+
+def test_number_below_one_is_refused(tmp_path):
+    done = forked_stage("benchmark_answers", output=tmp_path / "answers.json", new_tokens=0)
+    assert done.returncode == 1
+    assert done.stderr.startswith("--new-tokens = 0: must be at least 1")

@@ -25,11 +25,18 @@ from workflow.lib.export.stock_models import load_base
 from workflow.lib.model.backends import choose_device, resolve_dtype
 from workflow.lib.rounds.generation import decode_for_answers_
 from workflow.lib.settings.config import QuantizeConfig
+from workflow.lib.system.errors import setting_error
 from workflow.lib.system.files import provenance, write_checked_json
 from workflow.scripts.command import command_parser, logger, run
 
+SIZES = {"prompts": 64, "prompt_tokens": 256, "new_tokens": 128, "times": 3}  # and their defaults
+
 
 def main(args: argparse.Namespace) -> None:
+    for name in SIZES:
+        if (value := getattr(args, name)) < 1:
+            option = f"--{name.replace('_', '-')}"
+            raise setting_error(option, value, "must be at least 1", "Raise it")
     device = choose_device()
     model, size = loaded(args, device), (args.prompts, args.prompt_tokens)
     torch.manual_seed(0)
@@ -102,8 +109,9 @@ def parser() -> argparse.ArgumentParser:
     arguments.add_argument("--model", default="workflow/resources/base", help="its shape")
     arguments.add_argument("--layers", type=int, help="of the model; default: all")
     arguments.add_argument("--base", type=Path, default=Path("results/benchmark/answers-base"))
-    for name, value in (("prompts", 64), ("prompt-tokens", 256), ("new-tokens", 128), ("times", 3)):
-        arguments.add_argument(f"--{name}", type=int, default=value, help="(%(default)d)")
+    for name, value in SIZES.items():
+        option = f"--{name.replace('_', '-')}"
+        arguments.add_argument(option, type=int, default=value, help="(%(default)d)")
     return arguments
 
 
