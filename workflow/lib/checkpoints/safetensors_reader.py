@@ -11,9 +11,8 @@ from safetensors import SafetensorError, safe_open
 
 from workflow.lib.checkpoints.files.model_files import named_weights
 from workflow.lib.checkpoints.files.safetensors_headers import INDEX, SINGLE, read_index
-from workflow.lib.system.checksums import RecordedFile, check_files
+from workflow.lib.system.checksums import HashedAhead, RecordedFile, refuse_damaged
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.files import file_sha256
 
 ROWS = 4096  # of two tables, compared at a time
 QUANTIZATION = "quantization.json"  # in a base from quantize_base
@@ -74,9 +73,9 @@ class CheckpointReader:
     ) -> None:
         self.folder = folder
         self._hashed = hashed
-        self._sha256: dict[str, str] = {}
         self._recorded = {file.name: file for file in recorded}
         self._shards = dict(shards or shard_of_tensor(folder, single=single))
+        self._hashes = HashedAhead(folder / shard for shard in self._shard_names())
         self._files: dict[str, Any] = {}
 
     def __enter__(self) -> Self:
@@ -84,13 +83,17 @@ class CheckpointReader:
 
     def __exit__(self, *_: object) -> None:
         self._files.clear()
+        self._hashes.end()
+
+    def _shard_names(self) -> list[str]:
+        return sorted({*self._shards.values()})
 
     def sha256(self) -> dict[str, str]:
         """Return the SHA-256 of each file of tensors; those that were not hashed yet are now."""
-        hashes = {name: file.sha256 for name, file in self._recorded.items()} | self._sha256
+        recorded = {name: file.sha256 for name, file in self._recorded.items()}
         return {
-            shard: hashes.get(shard) or file_sha256(self.folder / shard)
-            for shard in sorted({*self._shards.values()})
+            shard: recorded.get(shard) or self._hashes.sha256(self.folder / shard)
+            for shard in self._shard_names()
         }
 
     def __contains__(self, name: str) -> bool:
@@ -154,16 +157,16 @@ class CheckpointReader:
 
     def _open_whole(self, shard: str) -> Any:
         """Open a shard after a check that it matches its record and holds the index's tensors."""
-        if shard in self._recorded:
-            check_files([self._recorded[shard]])
+        if (file := self._recorded.get(shard)) is not None:
+            refuse_damaged([file], [file.finding(self._hashes.sha256)])
         elif self._hashed:
-            self._sha256[shard] = file_sha256(self.folder / shard)
-        file = open_whole(self.folder / shard)
+            self._hashes.sha256(self.folder / shard)
+        opened = open_whole(self.folder / shard)
         promised = {name for name, holder in self._shards.items() if holder == shard}
-        absent = promised.difference(file.keys())
+        absent = promised.difference(opened.keys())
         if absent:
             raise UserError(
                 f"{self.folder / shard} lacks {min(absent)!r}, which {INDEX} promises there: "
                 "the files do not belong together. Download them again."
             )
-        return file
+        return opened

@@ -7,6 +7,7 @@ all of them. A process hangs if its phase exceeds its bound and it waits for nob
 does not beat, or if all wait: the one with the fewest phases and collectives."""
 
 import json
+import logging
 import os
 import sys
 import threading
@@ -30,6 +31,8 @@ JOIN_S = 900.0  # for the slowest machine to start Python from a shared disk
 FIRST_PASS_S = 600.0  # the first forward pass, of a large model on a CPU
 WAITING = "all processes of this machine wait for those of others"  # which hangs is known there
 ENDED = frozenset("ZX")  # states of a process that has ended (proc(5))
+
+logger = logging.getLogger("workflow")
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,7 @@ class Pulse:
     def phase(self, name: str, *, num_bytes: int = 0, least_s: float = 0.0) -> None:
         """Begin a phase outside steps (`saving`), and set its time without progress: num_bytes on a
         slow disk, at least least_s, and a forward pass."""
+        logger.debug("%s", name)
         self._end_step()
         pass_s = WARM_UP * max(self._steps_s, default=0.0)
         disk_s = self._quiet_s + num_bytes / SLOWEST_BYTES_PER_S

@@ -4,7 +4,7 @@ import multiprocessing
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -30,10 +30,12 @@ MOST_AT_ONCE = 2  # of 1.5 GB each
 
 
 class RecordingProcess:
-    """Records plans, several at once."""
+    """Records plans, several at once: `processes` of the executor, which all start at the first
+    request."""
 
-    def __init__(self, executor: ProcessPoolExecutor) -> None:
+    def __init__(self, executor: Executor, *, processes: int) -> None:
         self._executor = executor
+        self._not_started = processes
 
     def record(
         self,
@@ -45,6 +47,7 @@ class RecordingProcess:
     ) -> Tape:
         """Return the recording, as `engine_run.record`. Raises `NotRecordedError` if fake tensors
         cannot run it, and `UserError` as building a model does."""
+        self._start()
         return self._executor.submit(
             _recorded, config, as_recorded(plan), checked=checked, whole=whole
         ).result()
@@ -53,11 +56,23 @@ class RecordingProcess:
         self, config: Mapping[str, Any], plans: Sequence[StepPlan], *, checked: bool = True
     ) -> list[Peaks]:
         """Return the peaks of the recordings of plans; raises as `record` does."""
+        if plans:
+            self._start()
         futures = [
             self._executor.submit(_peaks, config, as_recorded(plan), checked=checked)
             for plan in plans
         ]
         return [each.result() for each in futures]
+
+    def _start(self) -> None:
+        """Let every process import the engine now, so that none does while a search waits."""
+        while self._not_started:
+            self._executor.submit(_import_engine)
+            self._not_started -= 1
+
+
+def _import_engine() -> None:
+    _engine()
 
 
 def _peaks(config: Mapping[str, Any], plan: StepPlan, *, checked: bool) -> Peaks:
@@ -96,9 +111,11 @@ def _engine() -> Callable[..., Tape]:
 def recording_process() -> Iterator[RecordingProcess]:
     """Yield the processes, which start at the first request, and end them with the block."""
     context = multiprocessing.get_context("spawn")
-    workers = min(MOST_AT_ONCE, len(os.sched_getaffinity(0)))
+    cores = len(os.sched_getaffinity(0))
+    workers = min(MOST_AT_ONCE, cores)
     with ProcessPoolExecutor(max_workers=workers, mp_context=context) as executor:
-        yield RecordingProcess(executor)
+        # On two cores other stages run beside this one.
+        yield RecordingProcess(executor, processes=workers if cores > MOST_AT_ONCE else 1)
 
 
 class PlanRecorder:

@@ -6,8 +6,9 @@ line, of a JSON artifact carries the SHA-256 of its content (`sha256`) itself.""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from workflow.lib.system.files import (
     with_checksum,
 )
 
+AHEAD = 2  # files that are hashed ahead; the page cache should hold them until they are read
 LOADED = (".safetensors", ".json")  # a model folder's types that must be listed
 NOT_AS_MADE = "does not have the SHA-256 that was recorded when it was made"
 
@@ -39,10 +41,10 @@ class RecordedFile:
     def path(self) -> Path:
         return self.folder / self.name
 
-    def finding(self, on_progress: Callable[[], None] = lambda: None) -> str | None:
-        """Return the file's fault, or None; calls `on_progress` after every MiB."""
+    def finding(self, digest: Callable[[Path], str] = file_sha256) -> str | None:
+        """Return the file's fault, or None; digest: returns the SHA-256 of a path."""
         try:
-            sha256 = file_sha256(self.path, on_progress=on_progress)
+            sha256 = digest(self.path)
         except OSError as error:
             if is_passing(error) or isinstance(error, PermissionError):
                 raise
@@ -129,7 +131,8 @@ def findings(
 ) -> list[str | None]:
     """Return each file's fault, or None, hashed by `threads` threads."""
     with ThreadPoolExecutor(max_workers=threads) as pool:  # hashing frees the interpreter's lock
-        return list(pool.map(lambda file: file.finding(on_progress), files))
+        digest = partial(file_sha256, on_progress=on_progress)
+        return list(pool.map(lambda file: file.finding(digest), files))
 
 
 def refuse_damaged(files: Sequence[RecordedFile], results: Sequence[str | None]) -> None:
@@ -146,6 +149,35 @@ def check_files(files: Sequence[RecordedFile], *, threads: int = 1) -> None:
     """Hash files, and raise `UserError` if one differs from its record. Several processes share the
     work by `work_sharing.check_recorded`."""
     refuse_damaged(files, findings(files, threads=threads))
+
+
+class HashedAhead:
+    """SHA-256 of files that are read in order: threads hash the next ones while one is read."""
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self._paths = [*paths]
+        self._pool = ThreadPoolExecutor(max_workers=1 + AHEAD)  # threads start when needed
+        self._hashes: dict[Path, Future[str]] = {}
+        self._ended = False
+
+    def sha256(self, path: Path) -> str:
+        """Return a file's SHA-256, computed once; raises `OSError` if it cannot be read."""
+        first = self._paths.index(path)
+        for one in self._paths[first : first + 1 + AHEAD]:
+            if one not in self._hashes:
+                self._hashes[one] = self._pool.submit(
+                    file_sha256, one, on_progress=self._stop_if_ended
+                )
+        return self._hashes[path].result()
+
+    def end(self) -> None:
+        """Hash no more."""
+        self._ended = True
+        self._pool.shutdown(cancel_futures=True)
+
+    def _stop_if_ended(self) -> None:
+        if self._ended:
+            raise CancelledError
 
 
 HUB_RECORD = "source.json"  # record of a dataset's download

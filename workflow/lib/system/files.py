@@ -15,12 +15,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 # Hexadecimal digits of a short hash: 48 bits, no collision among any user's artifacts.
 KEY_LENGTH = 12
+HASHED_AT_ONCE = 4  # files of a folder
 
 
 def canonical_json(value: Any) -> str:
@@ -149,7 +151,12 @@ SUMS = "SHA256SUMS"
 def write_checksums(folder: Path) -> None:
     """Write `SHA256SUMS` (the format of `sha256sum`) over every file below `folder`."""
     files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != SUMS)
-    lines = [f"{file_sha256(p)}  {p.relative_to(folder).as_posix()}" for p in files]
+    with ThreadPoolExecutor(max_workers=HASHED_AT_ONCE) as pool:
+        hashes = pool.map(file_sha256, files)
+        lines = [
+            f"{sha256}  {path.relative_to(folder).as_posix()}"
+            for path, sha256 in zip(files, hashes, strict=True)
+        ]
     write_text(folder / SUMS, "\n".join(lines) + "\n")
 
 
