@@ -13,4 +13,4 @@ def forked_recordings() -> Iterator[RecordingProcess]:
     """Yield the process, as `recording_process` does, which imports them: 5 s. That one is tried by
     planning/preflight/test_what_if.py."""
     with ProcessPoolExecutor(max_workers=1, mp_context=fresh_processes()) as executor:
-        yield RecordingProcess(executor)
+        yield RecordingProcess(executor, processes=1)

@@ -2,7 +2,12 @@
 
 import errno
 import json
+import os
 import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from unittest import mock
 
 import pytest
@@ -12,6 +17,8 @@ from workflow.lib.checkpoints.safetensors_reader import shard_of_tensor
 from workflow.lib.distributed.work_sharing import check_recorded
 from workflow.lib.system import checksums
 from workflow.lib.system.checksums import (
+    AHEAD,
+    HashedAhead,
     check_files,
     downloaded_files,
     findings,
@@ -125,6 +132,58 @@ def test_hashing_tells_that_it_moves_after_every_mib(folder):
     moves = []
     findings(listed_files(folder), threads=2, on_progress=lambda: moves.append(None))
     assert len(moves) == sum(-(-size // 2**20) for size in FILES.values())
+
+
+def pipes(folder, count):
+    """Return a file, and named pipes, which a reader opens and then waits for."""
+    first = folder / "first"
+    first.write_bytes(b"1")
+    later = [folder / f"pipe-{number}" for number in range(count)]
+    for path in later:
+        os.mkfifo(path)
+    return first, later
+
+
+def opened(pipe):
+    """Return the writing end of a named pipe, once somebody reads it."""
+    for _ in range(6000):
+        with suppress(OSError):
+            return os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+        time.sleep(0.01)
+    raise AssertionError(f"nobody reads {pipe}")
+
+
+def test_next_files_are_hashed_while_one_is_read(tmp_path):
+    first, later = pipes(tmp_path, AHEAD + 1)
+    hashes = HashedAhead([first, *later])
+    sha256 = hashes.sha256(first)
+    for path in later[:AHEAD]:
+        with open(opened(path), "wb") as writer:
+            writer.write(b"1")
+        assert hashes._hashes[path].result() == sha256
+    with pytest.raises(OSError, match="No such device"):  # nobody reads the one after them
+        os.open(later[AHEAD], os.O_WRONLY | os.O_NONBLOCK)
+    hashes.end()
+
+
+def test_end_stops_a_hash_in_progress(tmp_path):
+    first, (pipe, *_) = pipes(tmp_path, 1)
+    hashes, begun = HashedAhead([first, pipe]), threading.Event()
+    hashes.sha256(first)
+
+    def write():
+        with suppress(BrokenPipeError), pipe.open("wb", buffering=0) as file:
+            for _ in range(4096):
+                file.write(bytes(2**20))
+                begun.set()
+            return "all was read"
+        return "the reader has stopped"
+
+    with ThreadPoolExecutor() as pool:
+        written = pool.submit(write)
+        begun.wait()
+        hashes.end()
+        assert written.result() == "the reader has stopped"
 
 
 def hash_together(world, folder, damaged):

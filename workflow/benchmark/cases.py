@@ -256,6 +256,7 @@ def run_settings(request: Request, *, device: str, gpu_model: str | None = None)
         if device == "cuda"
         else {"gpus": 0, "cpu_processes": count},
     }
+    document["hardware"]["context_parallel"] = 1
     # A case does not measure the choices of preflight.
     document = merge(unsearched_settings(), document)
     try:

@@ -58,6 +58,7 @@ def test_what_does_not_fit_names_changes_that_would(tmp_path):
     fixed = ("train.micro_batch_size=1", "train.activation_checkpointing=true")
     fixed += ("hardware.gpu_memory_gib=2.8", "hardware.reshard_after_forward=true")
     fixed += ("hardware.offload_layers=0", "hardware.offload_activations=false")
+    fixed += ("hardware.context_parallel=1",)
     settings = (word for setting in fixed for word in ("--set", setting))
     message = refused(*model, "--seq-len", "128", *settings)
     assert "does not fit" in message

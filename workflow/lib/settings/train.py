@@ -519,7 +519,7 @@ class HardwareConfig(Section):
     shard_size: Annotated[int, Field(ge=2)] | Literal["auto"] = "auto"
     """Processes that share one copy of the model, a divisor of all; several groups are replicas
     (HSDP). `auto` = all processes."""
-    context_parallel: Annotated[int, Field(ge=1, le=MOST_SHARERS)] | Literal["auto"] = 1
+    context_parallel: Annotated[int, Field(ge=1, le=MOST_SHARERS)] | Literal["auto"] = "auto"
     """Neighbouring processes that share the tokens of each row: a divisor of `shard_size`, at most
     the model's heads. `auto` = the fewest with which the run fits."""
     price_per_gpu_hour: float | None = Field(None, gt=0.0, le=1e6)
