@@ -192,6 +192,26 @@ def test_more_documents_than_there_is_room_for_begin_anew(training):
     assert captures.count == 2
 
 
+def test_layouts_are_of_the_longest_document_so_far(training):
+    """Attention starts blocks for that many tokens of each document."""
+    graphs = MicroBatchGraphs(training, ALONE, Captures)
+    for lengths, longest in (((5, 3, 4, 4), 8), ((4, 4, 4, 4), 8), ((9, 7), 16), ((8, 8), 16)):
+        own = packed(*lengths)
+        expected = forward_backward(adapted_like(training), own, SLOPE)
+        torch.testing.assert_close(graphs(own, SLOPE), expected)
+        assert {layout.longest for layout in graphs._inputs} == {longest}
+
+
+def test_rows_of_any_lengths_follow_each_other(training):
+    """The rows of pairs and groups, also those on both sides of a power of two."""
+    graphs = MicroBatchGraphs(training, ALONE, Captures)
+    for lengths in ((5, 4), (4, 3), (9, 8), (4, 3)):
+        own = packed(*lengths)
+        expected = forward_backward(adapted_like(training), own, SLOPE)
+        torch.testing.assert_close(graphs(own, SLOPE), expected)
+    assert graphs.off is None
+
+
 def adapted_like(training):
     """The same model: what is added to its gradients is taken away at once."""
     training.zero_grad(set_to_none=True)

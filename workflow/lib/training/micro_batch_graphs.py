@@ -37,6 +37,7 @@ from workflow.lib.training.cuda_capture import Capture, CudaCapture, Replay, fir
 logger = logging.getLogger("workflow")
 
 SIZES = 4  # different counts of trained tokens, each with its own graph
+LEAST_MORE = 4  # documents that a layout of packed rows has room for beside those seen
 # Padded positions for each token of recurrent layers, in a capacity for all micro-batches so far.
 # Documents that are split alone need about 1.2; 16 micro-batches of mixed chats 2.3 together.
 MOST_POSITIONS = 2
@@ -49,6 +50,9 @@ class Layout(NamedTuple):
     row_tokens: int
     trained_tokens: int  # padded
     documents: int  # Padded; as many as rows if every row is one document
+    longest: int
+    """Tokens that no document exceeds: attention starts a block of threads for every 128 of them,
+    head and document, also of those that are padding."""
     copies: tuple[int, int]
     """Keys of shared prompts besides the tokens' own, padded; the most copies of a token."""
     capacity: DocumentCapacity
@@ -77,11 +81,11 @@ class FixedInputs:
         key_lengths = {"keys": tokens + more, "copies": turns, "bounds": layout.documents + 1}
         padded = replace(
             like,
-            bounds=(like.bounds[0].new_empty(layout.documents + 1), layout.row_tokens),
+            bounds=(like.bounds[0].new_empty(layout.documents + 1), layout.longest),
             documents=_laid_out(like, layout) if layout.capacity else None,
             shared=like.shared
             and replace(
-                like.shared, longest=2 * layout.row_tokens, **_empty(like.shared, key_lengths)
+                like.shared, longest=2 * layout.longest, **_empty(like.shared, key_lengths)
             ),
             **_empty(like, lengths),
         )
@@ -142,8 +146,8 @@ class MicroBatchGraphs:
         make_capture: Callable[[], Capture] = CudaCapture,
     ) -> None:
         self._training, self._world, self._make_capture = training, world, make_capture
-        self._documents = 0
-        """Documents of the layouts of packed rows."""
+        self._documents = self._longest = 0
+        """Documents of the layouts of packed rows, and what none of them exceeds."""
         self._capacity: DocumentCapacity = ()
         """The capacity of recurrent layers in these."""
         self._inputs: dict[Layout, FixedInputs] = {}
@@ -192,41 +196,47 @@ class MicroBatchGraphs:
         keys_unit, trained_unit = padding_units(tokens, self._training.head_loss.chunk_rows())
         documents = len(batch.bounds[0]) - 1
         packed = longest < seq_len or documents != rows
-        recurrent = self._training.recurrent_layers > 0
-        lengths = batch.documents.lengths if batch.documents and recurrent else ()
-        shared = batch.shared
-        trained, packed_documents, keys, turns, *capacity = largest_of_all(
+        shared, capacity = batch.shared, list[int]()
+        if batch.documents and self._training.recurrent_layers:
+            capacity = [*document_capacity(batch.documents.lengths, longest=seq_len)]
+        trained, packed_documents, longest, keys, turns, *capacity = largest_of_all(
             [
                 max(1, len(batch.positions)),
                 documents if packed else 0,
+                longest,
                 *((len(shared.keys) - tokens, len(shared.copies)) if shared else (0, 0)),
-                *document_capacity(lengths, longest=seq_len),
+                *capacity,
             ],
             world=self._world,
         )
         trained = _whole_units(trained, trained_unit)
         copies = (_whole_units(keys, keys_unit), turns)
         if not packed_documents:
-            return Layout(rows, seq_len, trained, documents, copies, ())
-        self._reserve(packed_documents, rows, tuple(capacity))
-        if recurrent and capacity_tokens(self._capacity, longest=seq_len) > MOST_POSITIONS * tokens:
+            return Layout(rows, seq_len, trained, documents, seq_len, copies, ())
+        self._reserve(packed_documents, rows, longest, tuple(capacity))
+        padded = capacity_tokens(self._capacity, longest=seq_len) if capacity else 0
+        if padded > MOST_POSITIONS * tokens:
             self._turn_off("documents of too different lengths for its recurrent layers")
             return None
-        own_capacity = self._capacity if recurrent else ()
-        return Layout(rows, seq_len, trained, self._documents, copies, own_capacity)
+        most = min(self._longest, seq_len)
+        return Layout(rows, seq_len, trained, self._documents, most, copies, self._capacity)
 
-    def _reserve(self, documents: int, rows: int, capacity: DocumentCapacity) -> None:
-        """Reserve these documents in layouts of packed rows: for at least twice as many, with
-        no more long ones than a micro-batch has had. A number equal to the rows would mean that
-        each row is one document."""
-        too_few = max(documents, rows + 1) > self._documents
+    def _reserve(self, documents: int, rows: int, longest: int, capacity: DocumentCapacity) -> None:
+        """Reserve these documents in layouts of packed rows: for at least a quarter more, and of
+        the next power of two, with no more long ones than a micro-batch has had. A number equal to
+        the rows would mean that each row is one document."""
+        documents = max(documents, rows + 1)
         current = self._capacity or (0,) * len(capacity)
-        if too_few or any(more > most for more, most in zip(capacity, current, strict=True)):
+        too_few, too_short = documents > self._documents, longest > self._longest
+        more_long = any(more > most for more, most in zip(capacity, current, strict=True))
+        if too_few or too_short or more_long:
             self.release()  # earlier packed layouts will not come again
             self._inputs = {key: x for key, x in self._inputs.items() if key.documents == rows}
             self._capacity = tuple(map(max, capacity, current))
         if too_few:
-            self._documents = 2 * max(documents, rows)
+            self._documents = documents + max(LEAST_MORE, documents // 4)
+        if too_short:
+            self._longest = 2 ** (longest - 1).bit_length()
 
     def _ready(self, layout: Layout, inputs: FixedInputs, slope: torch.Tensor) -> bool:
         """Whether there is a graph of this layout; captures it if not."""
