@@ -39,10 +39,11 @@ LATEST = {
     "87a5bc9",
     "83d0a13",
     "bbd690b",
+    "505011a",
 }
 ONE_PROCESS = LATEST | {"2986d7a", "ebf624b", "0d0e7fd", "0223b86", "e477513", "fe03f01"}
 # Of several these: each gathers packed weights into one buffer, and adapters in the compute dtype.
-SEVERAL_PROCESSES = {"c4c4967", "3a56d7c", "5541524", "83d0a13", "bbd690b"}
+SEVERAL_PROCESSES = {"c4c4967", "3a56d7c", "5541524", "83d0a13", "bbd690b", "505011a"}
 # Stacks of experts are decoded by slices of 512 MiB.
 MIXTURES = {"a348f07", "5d4797b", "98fd0ae"}
 NO_LONGER_OFFERED = {("products", "int8"), ("saved_activations", "float8")}

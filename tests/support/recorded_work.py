@@ -45,6 +45,7 @@ OTHERWISE = ("_family_code", "_slow_head")
 RECURRENT_SINCE = "2026-11-25T22:40"
 # Since then a pass by the start's values does not wait for the GPU.
 PAGE_LOCKED = "2026-11-30T03:52"
+FEWEST_STEPS = 3  # a first one compiles, and a last one was launched ahead
 # Of a line's sizes: what does not change a step.
 NO_PART = {"steps", "profile", "check_bytes", "checkpoint_pairs", "device"}
 LLAMA_2, LLAMA_3 = "meta-llama/Llama-2-70b-hf", "meta-llama/Llama-3.1-8B"
@@ -112,7 +113,8 @@ def timed_lines() -> list[dict[str, Any]]:
     and plan, since `SINCE` or of an engine that asks for as much memory as today's."""
     last = {}
     for line in sorted(all_lines(), key=_created):
-        if line.get("peer") or not (line.get("measured") or {}).get("step_s"):
+        measured = line.get("measured") or {}
+        if line.get("peer") or len(measured.get("step_s", ())) < FEWEST_STEPS:
             continue
         plan = line.get("setup") or line["plan"]
         waits = plan.get("start_reference") and _created(line) < PAGE_LOCKED

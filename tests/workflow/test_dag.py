@@ -3,6 +3,7 @@ project."""
 
 import json
 import shutil
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -296,6 +297,15 @@ def test_stages_run_side_by_side_but_preflight_ends_before_a_long_quantization(
     threads = {rule: jobs[0].threads for rule, jobs in plan.items()}
     assert threads["describe_model"] + threads["tokenize_dataset"] == 4
     assert (threads["preflight_run"] + threads["quantize_base"] <= 4) == is_beside
+
+
+def test_a_gpu_quantizes_beside_description_and_tokenization(fresh, tmp_path):
+    project = fresh.copy(tmp_path / "project")
+    driver = {"PYTHONPATH": str(project.repository / "tests" / "fake_driver"), "CUDA_VISIBLE_DEVICES": "1,3"}
+    with_gpus = replace(project, environment=project.environment | driver)
+    plan = with_gpus.plan("train", "--cores", "8", "--config", "hardware={gpus: auto}")
+    first = ("describe_model", "tokenize_dataset", "quantize_base")
+    assert [plan[rule][0].threads for rule in first] == [1, 3, 4]
 
 
 def test_sweep_shares_tokens_and_base_where_their_settings_are_equal(fresh, tmp_path):

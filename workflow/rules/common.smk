@@ -409,9 +409,10 @@ def one_core(_):
     return 1 if workflow.local_exec else CORES_OF_PREPARATION
 
 
-def most_cores(_):
-    """Return the threads of a preparing stage beside one on a single core."""
-    return max(1, workflow.cores - 1) if workflow.local_exec else CORES_OF_PREPARATION
+def tokenizing_cores(_):
+    """Return the threads of the tokenization, beside the description and the quantization by a GPU."""
+    left = workflow.cores // 2 if visible_gpus() else 0
+    return max(1, workflow.cores - 1 - left) if workflow.local_exec else CORES_OF_PREPARATION
 
 
 def cores(wildcards, most=None):
@@ -443,9 +444,12 @@ def preflight_cores(wildcards):
 
 
 def quantizing_cores(wildcards):
-    """Return the threads of the quantization, which leaves preflight a core."""
+    """Return the threads of the quantization: on CPUs all but preflight's, beside a GPU at most half."""
     count = cores_of_one_gpu(wildcards)
-    return min(count, max(1, workflow.cores - 1)) if on_this_machine() else count
+    if not on_this_machine():
+        return count
+    most = workflow.cores // 2 if one_gpu(wildcards) else workflow.cores - 1
+    return max(1, min(count, most))
 
 
 # Needs of jobs that train, and of jobs that read the trained model.

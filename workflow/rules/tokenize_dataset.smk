@@ -14,7 +14,7 @@ rule tokenize_dataset:
     priority: FIRST
     conda:
         "../../envs/torch.yaml"
-    threads: most_cores
+    threads: tokenizing_cores
     params:
         free_settings=free_settings("tokenize_dataset"),
         folder=subpath(output.manifest, parent=True),

@@ -18,6 +18,7 @@ Formats in place of 16-bit weights, decoded to bf16:
 * compressed-tensors: as its own package decodes it, by the scheme that config.json has for the
   linear: integers, FP8, NVFP4, MXFP4."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -241,6 +242,12 @@ ACTIVATION_SCALES = (
 )
 
 
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all values are finite. Their bounds keep NaN, and take a 20th of `isfinite`'s time on
+    a CPU."""
+    return not tensor.numel() or all(map(math.isfinite, tensor.aminmax()))
+
+
 class DecodedReader(CheckpointReader):
     """`CheckpointReader` that decodes packed weights. finite: of a stage that keeps what it reads:
     `UserError` for infinity and NaN, and files are hashed."""
@@ -332,7 +339,7 @@ class DecodedReader(CheckpointReader):
 
     def _checked(self, name: str, tensor: torch.Tensor, *, first_row: int = 0) -> torch.Tensor:
         """Return a tensor, or rows of it; raises `UserError` for a value that is not finite."""
-        if not self._finite or not tensor.is_floating_point() or tensor.isfinite().all():
+        if not self._finite or not tensor.is_floating_point() or is_finite(tensor):
             return tensor
         wrong = (~tensor.isfinite()).nonzero()
         index = [int(x) for x in wrong[0]]
