@@ -50,6 +50,8 @@ CALIBRATED = {"method": "calibrated", "method_reason": "it is small"}
     [
         (None, None, None),  # a base that was made elsewhere
         ({"method": "absmax"}, "absmax", None),
+        ({"method": "absmax", "kept": 2}, "absmax, 2 of 10 in 16 bits", None),
+        ({"method": "none", "quantized_linears": 0, "kept": 10}, "none", None),
         (CALIBRATED | {"calibration": facts(0).as_json()}, "calibrated (it is small)", None),
         (
             CALIBRATED | {"calibration": facts().model_dump()},

@@ -22,6 +22,7 @@ AS_IT_WAS = {
     "offload_layers": 0,
     "keep_decoded": 0,
     "reshard_after_forward": True,
+    "context_parallel": 1,
 }
 
 

@@ -301,7 +301,8 @@ def test_stages_run_side_by_side_but_preflight_ends_before_a_long_quantization(
 
 def test_a_gpu_quantizes_beside_description_and_tokenization(fresh, tmp_path):
     project = fresh.copy(tmp_path / "project")
-    driver = {"PYTHONPATH": str(project.repository / "tests" / "fake_driver"), "CUDA_VISIBLE_DEVICES": "1,3"}
+    fake_driver = str(project.repository / "tests" / "fake_driver")
+    driver = {"PYTHONPATH": fake_driver, "CUDA_VISIBLE_DEVICES": "1,3"}
     with_gpus = replace(project, environment=project.environment | driver)
     plan = with_gpus.plan("train", "--cores", "8", "--config", "hardware={gpus: auto}")
     first = ("describe_model", "tokenize_dataset", "quantize_base")

@@ -23,10 +23,16 @@ from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.records import Sensitivities
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.planning.preflight.bit_choice import costs_of
+from workflow.lib.system.errors import setting_error
 from workflow.scripts.command import command_parser, logger, run
 
 
 def main(args: argparse.Namespace) -> None:
+    if not args.sensitivities.is_file():
+        change = "A run with quantize.keep = auto makes it below results/sensitivities"
+        raise setting_error(
+            "--sensitivities", str(args.sensitivities), "there is no such file", change
+        )
     costs = costs_of(read_record(args.sensitivities, Sensitivities))
     benchmark = BitsBenchmark(args.model, args.calibrated, TokenStore.open(args.tokens), costs)
     recipe = Recipe(args.steps, args.rows, args.learning_rate, heldout_tokens=args.heldout_tokens)

@@ -48,11 +48,14 @@ def four_bits_of(base: Path) -> FourBits | None:
 
 
 def method_of(base: Path) -> str | None:
-    """Return a base's quantization method, and its reason if it was a choice; None if unknown."""
+    """Return a base's quantization method, its reason if it was a choice, and how many linears and
+    stacks of experts are in 16 bits beside it; None if unknown."""
     if (record := _quantization(base)) is None:
         return None
-    reason = record.method_reason
-    return record.method if reason is None else f"{record.method} ({reason})"
+    reason = "" if record.method_reason is None else f" ({record.method_reason})"
+    packed, kept = record.quantized_linears + record.quantized_stacks, record.kept
+    beside = f", {kept} of {packed + kept} in 16 bits" if packed and kept else ""
+    return f"{record.method}{reason}{beside}"
 
 
 def _quantization(base: Path) -> Quantization | None:

@@ -521,7 +521,7 @@ class HardwareConfig(Section):
     (HSDP). `auto` = all processes."""
     context_parallel: Annotated[int, Field(ge=1, le=MOST_SHARERS)] | Literal["auto"] = "auto"
     """Neighbouring processes that share the tokens of each row: a divisor of `shard_size`, at most
-    the model's heads. `auto` = the fewest with which the run fits."""
+    the model's heads. `auto` = the fewest GPUs with which the run fits; on CPUs 1."""
     price_per_gpu_hour: float | None = Field(None, gt=0.0, le=1e6)
     """Price of a GPU hour, for the predicted cost; null = none."""
     offload_activations: bool | Layers | Literal["auto"] = "auto"

@@ -63,7 +63,6 @@ NEAREST = (
     "train.micro_batch_size",
     *(option.setting for option in TABLE if not option.rounds),
     "hardware.shard_size",
-    "hardware.context_parallel",
     "hardware.gpus",
     "hardware.cpu_processes",
     *(option.setting for option in TABLE if option.rounds),
@@ -164,20 +163,6 @@ def _options(planned: PlannedRun, plan: StepPlan) -> Iterator[list[Option]]:
     yield [
         (f"data.seq_len = {n} (tokenizes again)", replace(plan, seq_len=n, answer_rows=None))
         for n in lengths
-    ]
-    yield [
-        (
-            f"hardware.context_parallel = {wide.context_parallel}",
-            replace(
-                plan,
-                context_parallel=wide.context_parallel,
-                attention=wide.attention,
-                accumulation_steps=wide.accumulation_steps // plan.micro_batch_size,
-            ),
-        )
-        for _, wide in planned.wider()
-        if wide.context_parallel > plan.context_parallel
-        and wide.accumulation_steps % plan.micro_batch_size == 0
     ]
     processes = "hardware.gpus" if machine.device == "cuda" else "hardware.cpu_processes"
     yield [
@@ -290,14 +275,7 @@ def decide(planned: PlannedRun, *, advise: bool = True) -> Decision:
     """Choose the plan and return whether the run fits memory and disk: of `context_parallel: auto`
     the smallest number with which it fits memory. advise: also name changes that would fit. Raises
     `UserError` if a setting cannot work here, or is open for a model that cannot be recorded."""
-    runs = [planned]
-    if planned.settings.hardware.context_parallel == "auto":
-        runs = [planned.with_rows_over(1), *(wide for wide, _ in planned.wider())]
-    decisions = list[Decision]()
-    for run in runs:
-        decisions.append(_searched(run))
-        if decisions[-1].chosen.fits:
-            break
+    decisions = _divided(planned)
     best = min(decisions, key=_shortage)
     reason, chosen = best.reason, best.chosen
     if advise and chosen.lacking_bytes > 0:
@@ -307,10 +285,24 @@ def decide(planned: PlannedRun, *, advise: bool = True) -> Decision:
     return replace(best, reason=reason, candidates=options)
 
 
-def _shortage(decision: Decision) -> tuple[bool, bool, int]:
-    """The order of decisions, one that fits first, then the one that lacks least."""
+def _divided(planned: PlannedRun) -> list[Decision]:
+    """Return the decisions that were tried, of `auto` at most as far as one fits."""
+    if planned.settings.hardware.context_parallel != "auto":
+        return [_searched(planned)]
+    tried, wider = [_searched(planned.with_rows_over(1))], [*planned.wider()]
+    if tried[0].chosen.fits or not wider:
+        return tried
+    widest = _searched(wider.pop())
+    while widest.chosen.fits and wider and not tried[-1].chosen.fits:
+        tried.append(_searched(wider.pop(0)))
+    return [*tried, widest]
+
+
+def _shortage(decision: Decision) -> tuple[bool, int, bool, int]:
+    """The order of decisions: the fewest sharers that fit, then the one that lacks least."""
     chosen = decision.chosen
-    return not chosen.fits, chosen.lacking_host_bytes > 0, chosen.peak_bytes
+    sharers = chosen.plan.context_parallel if chosen.fits else 0
+    return not chosen.fits, sharers, chosen.lacking_host_bytes > 0, chosen.peak_bytes
 
 
 def _searched(planned: PlannedRun) -> Decision:

@@ -16,7 +16,6 @@ from workflow.lib.planning.preflight.planning_inputs import (
 from workflow.lib.planning.token_counts import TokenCounts
 from workflow.lib.settings.config import RunConfig
 from workflow.lib.settings.train import MOST_SHARERS
-from workflow.lib.step_plan.plan import StepPlan
 from workflow.lib.system.errors import UserError
 
 
@@ -58,18 +57,20 @@ class PlannedRun:
         """Return the same run with rows that so many processes share."""
         return self._changed("hardware", context_parallel=context_parallel)
 
-    def wider(self) -> Iterator[tuple["PlannedRun", StepPlan]]:
-        """Yield the run with rows that 2 or more processes share, the fewest first, as far as no
-        check refuses it, with its plan before the search."""
+    def wider(self) -> Iterator["PlannedRun"]:
+        """Yield the run with rows that 2 or more GPUs share, the fewest first, as far as no check
+        refuses it: on CPUs fewer processes do."""
+        if self.machine.device == "cpu" or self.too_large() is not None:
+            return
         processes = self.machine.processes
         for number in divisors(shard_size(self.settings.hardware.shard_size, processes=processes)):
             if 1 < number <= MOST_SHARERS:
                 run = self.with_rows_over(number)
                 try:
-                    plan = plan_from_settings(run.settings, run.shape, run.machine)
+                    plan_from_settings(run.settings, run.shape, run.machine)
                 except UserError:  # more processes have the same obstacle
                     return
-                yield run, plan
+                yield run
 
     def too_large(self) -> str | None:
         """Why no plan can fit, without a recording; None if one might."""
