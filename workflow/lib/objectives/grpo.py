@@ -44,10 +44,7 @@ class Grpo(NextToken):
         Figure("importance", per=1),
     )
     dropout = False
-
-    def may_stand_still(self, sizes: tuple[float, ...]) -> bool:
-        """Return True: advantages may all be 0."""
-        return True
+    flat = True  # advantages may all be 0
 
     def loss(
         self, head: Head, states: torch.Tensor, batch: TokensOfBatch

@@ -156,8 +156,9 @@ class Objective(Protocol):
         """Whether training drops activations; preferences compare the model with its reference,
         and dropout would be part of the difference."""
 
-    def may_stand_still(self, sizes: tuple[float, ...]) -> bool:
-        """Whether the gradient of a step of these sizes can be exactly 0 in a healthy run."""
+    @property
+    def flat(self) -> bool:
+        """Whether the gradient can be exactly 0 where the divisor is not, in a healthy run."""
 
     def loss(
         self, head: Head, states: torch.Tensor, batch: TokensOfBatch
@@ -226,10 +227,7 @@ class NextToken(OfTokens):
     """A step's loss is sum(w (-log p)) / sum(w)."""
 
     figures: tuple[Figure, ...] = ()
-
-    def may_stand_still(self, sizes: tuple[float, ...]) -> bool:
-        """Return whether all of the step's tokens have a weight of 0."""
-        return sizes[0] == 0
+    flat = False
 
     def loss(
         self, head: Head, states: torch.Tensor, batch: TokensOfBatch
@@ -267,10 +265,7 @@ class Distill(OfTokens):
     sft_weight: float
 
     figures = (Figure("teacher_kl"), Figure("sft_loss"))
-
-    def may_stand_still(self, sizes: tuple[float, ...]) -> bool:
-        """Return True: a student may equal its teacher."""
-        return True
+    flat = True  # a student may equal its teacher
 
     def loss(
         self, head: Head, states: torch.Tensor, batch: TokensOfBatch

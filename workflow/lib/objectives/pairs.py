@@ -102,10 +102,7 @@ class Pairs(OfTokens):
         *map(Figure, ("log_probs_chosen", "log_probs_rejected")),
     )
     dropout = False
-
-    def may_stand_still(self, sizes: tuple[float, ...]) -> bool:
-        """Return True: losses of pairs have a flat end, as the hinge above its margin."""
-        return True
+    flat = True  # losses of pairs have a flat end, as the hinge above its margin
 
     def loss(
         self, head: Head, states: torch.Tensor, batch: TokensOfBatch
@@ -273,10 +270,7 @@ class RatedAnswers(OfTokens):
     )
     estimated = len(figures) - 1
     dropout = False
-
-    def may_stand_still(self, sizes: tuple[float, ...]) -> bool:
-        """Return True: both ends of the loss are flat, and answers may weigh 0."""
-        return True
+    flat = True  # at both ends of the loss, and answers may weigh 0
 
     @property
     def rewards(self) -> Rewards:

@@ -271,7 +271,7 @@ class Trainer:
         dist.all_reduce(result)  # all processes judge the step by the same numbers
         # The device itself decides whether to update. So the update is queued before the host waits
         # for the step, and the device need not wait for the host.
-        possible = self.training.objective.may_stand_still(current.rows.sizes)
+        possible = self._may_stand_still(current.rows)
         healthy = is_healthy(loss_in(result), norm, may_stand_still=possible)
         self.optimizer.begin(unless=~healthy)
         balance = self.training.router_balance
@@ -313,7 +313,7 @@ class Trainer:
         loss, norm = numbers.loss, numbers.grad_norm
         finite = math.isfinite(loss) and math.isfinite(norm)
         origin = None if finite else self._origin(rows, gradients_exist=ahead is None)
-        possible = self.training.objective.may_stand_still(rows.sizes)
+        possible = self._may_stand_still(rows)
         check_step(loss, norm, step=rows.step, origin=origin, may_stand_still=possible)
         self.optimizer.step()
         if ahead is None:
@@ -331,6 +331,10 @@ class Trainer:
         self._seed_dropout(rows)  # so that the search draws the same dropout
         with self.training.matmul_precision.training_step():
             return find_origin(self.training, self._step_batches(rows), world=self.world)
+
+    def _may_stand_still(self, rows: StepRows) -> bool:
+        """Whether a healthy step's gradient can be exactly 0, as where all of its weights are."""
+        return self.training.objective.flat or rows.sizes[0] == 0
 
     def _drop_gradients(self) -> None:
         """Graphs add to gradients at their addresses during the capture."""
@@ -380,7 +384,7 @@ def check_step(
     may_stand_still: bool = False,
 ) -> None:
     """Raise `UserError` if a loss or gradient norm is not finite, or if the gradient is 0 where the
-    objective has one; origin: where it arose; may_stand_still: as `Objective` says."""
+    objective has one; origin: where it arose; may_stand_still: whether it can be."""
     if not (math.isfinite(loss) and math.isfinite(norm)):
         raise UserError(
             f"step {step + 1}: loss = {loss}, gradient norm = {norm}: training has "
