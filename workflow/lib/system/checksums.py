@@ -24,7 +24,7 @@ from workflow.lib.system.files import (
     with_checksum,
 )
 
-AHEAD = 2  # files that are hashed ahead; the page cache should hold them until they are read
+AHEAD = 1  # file that is hashed ahead: the page cache should hold both
 LOADED = (".safetensors", ".json")  # a model folder's types that must be listed
 NOT_AS_MADE = "does not have the SHA-256 that was recorded when it was made"
 
@@ -152,7 +152,7 @@ def check_files(files: Sequence[RecordedFile], *, threads: int = 1) -> None:
 
 
 class HashedAhead:
-    """SHA-256 of files that are read in order: threads hash the next ones while one is read."""
+    """SHA-256 of files that are read in order: a thread hashes the next one while one is read."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self._paths = [*paths]

@@ -98,8 +98,11 @@ class FixedInputs:
         """Copy a micro-batch into them, without waiting for it. Padding is no target, and documents
         without a token at the end."""
         fixed = self.batch
+        assert batch.bounds[1] <= fixed.bounds[1], "attention would not see all of a document"
         _copy_(fixed, batch, PADDING | {"bounds": batch.input_ids.numel()})
         if batch.shared is not None:
+            assert fixed.shared is not None
+            assert batch.shared.longest <= fixed.shared.longest, "nor all of its keys"
             _copy_(fixed.shared, batch.shared, {"copies": -1, "bounds": len(batch.shared.keys)})
         if self._layout.capacity:
             documents = _laid_out(batch, self._layout)
