@@ -97,19 +97,22 @@ def test_costs_are_those_of_the_whole_models_gradients(tmp_path, name):
 
 
 def test_each_row_moves_the_progress_as_far_as_the_total(tmp_path, monkeypatch):
-    moves = []
+    """And backward is as much work as is said of it."""
+    moves, works = [], []
 
     class Counted(Progress):
-        def __init__(self, what, *, total, unit):
-            super().__init__(what, total=total, unit=unit)
+        def __init__(self, what, *, total, unit, total_work):
+            super().__init__(what, total=total, unit=unit, total_work=total_work)
             moves.append(-total)
+            works.append(-total_work)
 
-        def add(self, count, **_):
+        def add(self, count, *, work=1.0):
             moves.append(count)
+            works.append(work)
 
     monkeypatch.setattr(sensitivity, "Progress", Counted)
     measured(folder_of("llama", tmp_path / "original"))
-    assert sum(moves) == 0
+    assert sum(moves) == sum(works) == 0
     assert set(moves[1:]) == {1}
 
 

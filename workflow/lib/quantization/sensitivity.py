@@ -38,6 +38,7 @@ Texts = Mapping[str, Sequence[Batch]]
 """Batches of one row by kind of text; `counted`: the predicted tokens."""
 Costs = dict[str, dict[str, float]]
 """Nats a token by kind of text and path of a weight."""
+BACKWARD = 3.0  # of a pass forward: it is repeated, with gradients of states and of weights
 LEAST_COST = 1e-4  # nats a token of a kind of text that lost nothing: its order still counts
 
 
@@ -86,13 +87,14 @@ def measured_costs(
     batches, num_layers = [batch for _, batch in rows], len(stream.layers)
     squares: Costs = {kind: {} for kind in texts}
     # a row passes each layer, and the head, in the original model, in 4 bits, and backward
-    passes = 3 * (num_layers + 1) * len(rows)
-    with Progress("measuring", total=passes, unit="passes") as progress:
+    passes = (num_layers + 1) * len(rows)
+    work = (2 + BACKWARD) * passes
+    with Progress("measuring", total=3 * passes, unit="passes", total_work=work) as progress:
         inputs, last, rises = _forward(stream, batches, paths, settings, progress)
         grads = []
         for batch, states in zip(batches, last, strict=True):
             grads.append(_loss_grad(stream, batch, states))
-            progress.add(1)
+            progress.add(1, work=BACKWARD)
         for number in reversed(range(num_layers)):
             with stream.loaded(number) as layer:
                 layer_pass = _LayerBackward(stream, number, layer, paths, settings)
@@ -101,7 +103,7 @@ def measured_costs(
                     grads[index], own = layer_pass.run(batch, states, grads[index])
                     for path, square in own.items():
                         squares[kind][path] = squares[kind].get(path, 0.0) + square
-                    progress.add(1)
+                    progress.add(1, work=BACKWARD)
             inputs.pop()
     tokens, costs = predicted_tokens(texts), dict.fromkeys(texts, 0.0)
     for (kind, _), rise in zip(rows, rises, strict=True):
