@@ -112,6 +112,31 @@ def test_rows_with_shared_prompts_have_few_lengths(base):
     assert {length % 128 for length in lengths} == {0}
 
 
+def of_several_lengths(world, base):
+    """Return the losses of some steps without graphs and with them, the rows' lengths, and how many
+    micro-batches were replayed."""
+    config, found, captures = configured("orpo", "frozen head"), [], Captures()
+    store = pair_rows(random_pairs(24, seq_len=1024, vocab_size=97), seq_len=1024)
+    train = config.train.model_copy(update={"global_batch_size": store.num_rows})
+    training = build(base, config, world).training
+    training.shares_prompts, initial = True, values_of(training)
+    for graphs in (None, MicroBatchGraphs(training, world, lambda: captures)):
+        restart_(training, initial)
+        optimizer = make_optimizer(training, train)
+        trainer = Trainer.over(training, optimizer, store, train, 1, world, graphs)
+        found.append([step.loss for step in trainer.steps(first_step=0, num_steps=3)])
+    lengths = [group.row_tokens for group in trainer.batches.rows(0).groups]
+    return *found, lengths, captures.replays
+
+
+def test_rows_of_several_lengths_are_replayed(base):
+    """As those of pairs are, of which the last row of a step may be short."""
+    plain, replayed, lengths, replays = run_in_group(of_several_lengths, base, world_size=1)[0]
+    assert min(lengths) <= 512 < max(lengths)
+    assert replayed == pytest.approx(plain, rel=1e-4)
+    assert replays > 0
+
+
 # With two processes the embedding's rows are exchanged, equally many.
 @pytest.mark.parametrize("processes", [1, 2])
 def test_step_with_shared_prompts_is_that_of_whole_documents(base, processes):
