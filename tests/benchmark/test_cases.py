@@ -44,8 +44,10 @@ def test_every_case_of_shipped_settings_is_a_run_that_could_be(path):
     assert found
     for request in found:
         assert model_config(request.sizes)["max_position_embeddings"] >= request.sizes.seq_len
-        if request.settings.get("hardware", {}).get("shard_size") != 1:  # what `ddp` asks for
-            run_settings(request, device="cpu")
+        hardware = request.settings.get("hardware", {})
+        if hardware.get("shard_size") != 1:  # what `ddp` asks for
+            run = run_settings(request, device="cpu")
+            assert run.hardware.context_parallel == hardware.get("context_parallel", 1)
 
 
 def test_settings_of_anything_else_are_refused():

@@ -252,11 +252,13 @@ def run_settings(request: Request, *, device: str, gpu_model: str | None = None)
             "micro_batch_size": sizes.micro_batch_size,
             "learning_rate": 1e-4,
         },
-        "hardware": {"gpus": count, "gpu_model": gpu_model}
-        if device == "cuda"
-        else {"gpus": 0, "cpu_processes": count},
+        "hardware": {"context_parallel": 1}
+        | (
+            {"gpus": count, "gpu_model": gpu_model}
+            if device == "cuda"
+            else {"gpus": 0, "cpu_processes": count}
+        ),
     }
-    document["hardware"]["context_parallel"] = 1
     # A case does not measure the choices of preflight.
     document = merge(unsearched_settings(), document)
     try:

@@ -295,6 +295,21 @@ def test_auto_divides_a_row_over_the_fewest_processes_that_fit(seq_len, processe
     assert decision.chosen == over_processes(wanted=processes, data={"seq_len": seq_len}).chosen
 
 
+def test_fewest_processes_share_a_row_also_where_more_need_less_memory():
+    train = {"activation_checkpointing": True, "micro_batch_size": 1}
+    decision = over_processes(train=train)
+    peaks = {x.plan.context_parallel: x.peak_bytes for x in decision.candidates if x.fits}
+    assert peaks[4] < peaks[2]
+    assert decision.chosen.plan.context_parallel == 2
+
+
+def test_rows_are_not_divided_where_the_weights_alone_do_not_fit():
+    small = replace(FOUR, gpu_bytes=4 * GIB, host_bytes=16 * GIB)
+    decision = decided(llama_70b(), small)
+    assert not decision.fits
+    assert shared(decision) == {1}
+
+
 def test_auto_offloads_before_it_divides_rows():
     decision = over_processes(hardware={})
     assert decision.fits
