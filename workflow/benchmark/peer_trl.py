@@ -12,7 +12,7 @@ Packages: envs/peers.txt.
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +155,27 @@ class Watch(TrainerCallback):
         end_training(self._observed)
 
 
-def measure(job_file: Path, output: Path) -> None:
+Loaded = tuple[Any, LoraConfig | None]
+"""A model, and the adapter that the trainer is to add, if any."""
+Load = Callable[[Job, RunConfig, torch.device], Loaded]
+
+
+def load_base(job: Job, config: RunConfig, device: torch.device) -> Loaded:
+    """Load the base by Transformers."""
+    model = AutoModelForCausalLM.from_pretrained(
+        job.base,
+        dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
+        attn_implementation="flash_attention_2" if is_flash_attn_2_available() else "sdpa",
+        device_map={"": device.index if device.type == "cuda" else "cpu"},
+    )
+    adapter = LoraConfig(
+        r=config.lora.r, lora_alpha=int(config.lora.alpha), lora_dropout=0.0, bias="none",
+        target_modules="all-linear", task_type="CAUSAL_LM",
+    )  # fmt: skip
+    return model, adapter
+
+
+def measure(job_file: Path, output: Path, *, load: Load = load_base) -> None:
     """Measure the one case of `job_file`, and write its record to the folder `output`. Collective:
     all workers. Raises `UserError` where the software cannot run the case."""
     ((key, document),) = read_artifact(job_file).items()
@@ -171,7 +191,7 @@ def measure(job_file: Path, output: Path) -> None:
     observed = Observed()
     try:
         with Pulse(rank=int(os.environ["RANK"]), start_s=job.timeout_s, step_s=STEP_S) as pulse:
-            train(job, config, device, observed, pulse)
+            train(job, config, device, observed, pulse, load=load)
     except torch.OutOfMemoryError as error:
         raise UserError(f"{OUT_OF_MEMORY}: {error}") from None
     everyone = [observed]
@@ -192,23 +212,25 @@ def cap_memory(plan: StepPlan, device: torch.device) -> None:
 
 
 def train(
-    job: Job, config: RunConfig, device: torch.device, observed: Observed, pulse: Pulse
+    job: Job,
+    config: RunConfig,
+    device: torch.device,
+    observed: Observed,
+    pulse: Pulse,
+    *,
+    load: Load,
 ) -> None:
     """Train the job's case by TRL; fill `observed`. Raises `UserError` if Accelerate does not
     shard."""
     assert job.peer is not None, "the benchmark starts this for peers alone"
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    observed.attention = "flash_attention_2" if is_flash_attn_2_available() else "sdpa"
     sharded = job.peer["strategy"] in VERSIONS and int(os.environ["WORLD_SIZE"]) > 1
     if sharded:
         os.environ |= FSDP | VERSIONS[job.peer["strategy"]]
         os.environ["FSDP_ACTIVATION_CHECKPOINTING"] = str(job.peer["checkpointing"]).lower()
     began = time.monotonic()
-    model = AutoModelForCausalLM.from_pretrained(
-        job.base, dtype=dtype, attn_implementation=observed.attention,
-        device_map={"": device.index if device.type == "cuda" else "cpu"},
-    )  # fmt: skip
+    model, adapter = load(job, config, device)
     observed.load_s = time.monotonic() - began
+    observed.attention = str(model.config._attn_implementation)
     observed.bytes_read = sum(path.stat().st_size for path in Path(job.base).glob("*.safetensors"))
     if sharded:
         layer = next(iter(model._no_split_modules or ()))
@@ -219,13 +241,10 @@ def train(
             args=arguments(job, config, folder, device, sharded=sharded),
             train_dataset=dataset(job, config),
             processing_class=tokenizer(Checkpoint(Path(job.base)).vocabulary_size),
-            peft_config=LoraConfig(
-                r=config.lora.r, lora_alpha=int(config.lora.alpha), lora_dropout=0.0, bias="none",
-                target_modules="all-linear", task_type="CAUSAL_LM",
-            ),
+            peft_config=adapter,
             callbacks=[Watch(observed, device, pulse)],
             **({} if job.groups is None else {"reward_funcs": no_reward}),
-        )  # fmt: skip
+        )
         if job.groups is not None:
             trainer.batches = group_batches(job, config)
         if sharded and trainer.accelerator.distributed_type != DistributedType.FSDP:
@@ -296,6 +315,8 @@ def arguments(
         **options,
         max_steps=job.plan.num_steps,
         learning_rate=config.train.learning_rate,
+        warmup_steps=0,  # TRL's defaults, this and the next, but not unsloth's
+        weight_decay=0.0,
         max_grad_norm=config.train.max_grad_norm,
         optim="adamw_torch_fused" if device.type == "cuda" else "adamw_torch",
         bf16=device.type == "cuda",
@@ -332,8 +353,8 @@ def dataset(job: Job, config: RunConfig) -> Dataset:
 
 def tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     """Return a tokenizer that nothing is encoded with: the trainer asks for one, with a padding
-    token.
+    token; unsloth adds one to the model's vocabulary if it is the end's.
     """
-    words = {"<end>": vocab_size - 1}
+    words = {"<pad>": vocab_size - 2, "<end>": vocab_size - 1}
     core = Tokenizer(WordLevel(words, unk_token="<end>"))
-    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>", pad_token="<end>")
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>", pad_token="<pad>")
