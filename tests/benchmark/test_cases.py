@@ -97,7 +97,7 @@ def test_file_that_is_no_mapping_is_refused_by_its_name(tmp_path, text, message)
 def test_every_shipped_case_but_ddp_has_settings_that_a_run_may_have():
     found = wanted(cases="all", peers=True, processes=[4])
     assert {request.name for request in found if request.peer} == {
-        name for name in read_cases(None) if name.startswith("trl_")
+        name for name in read_cases(None) if name.startswith(("trl_", "unsloth"))
     }
     for request in found:
         if request.name != "ddp":
@@ -107,3 +107,17 @@ def test_every_shipped_case_but_ddp_has_settings_that_a_run_may_have():
 def test_peers_are_left_out_unless_asked_for():
     assert not any(request.peer for request in wanted(cases="all"))
     assert [request.name for request in wanted(cases=["trl_ddp"])] == ["trl_ddp"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"strategy": "fsdp2"}, "strategy = fsdp2, .* Set strategy: ddp"),
+        ({"liger": True}, "liger = True: unsloth .* liger: false"),
+    ],
+)
+def test_unsloth_takes_neither_shards_nor_other_kernels(tmp_path, changed, message):
+    peer = {"software": "unsloth", "strategy": "ddp"} | changed
+    (tmp_path / "cases.yaml").write_text(yaml.safe_dump({"unsloth": {"peer": peer}}))
+    with pytest.raises(UserError, match=message):
+        wanted(cases=["unsloth"], cases_file=str(tmp_path / "cases.yaml"))

@@ -58,8 +58,12 @@ def test_every_requirement_has_one_version(path):
 
 @pytest.mark.parametrize(
     "path",
-    # vLLM has an environment of its own
-    [path for path in REQUIREMENTS if path.name not in ("flash-attn.txt", "vllm.txt")],
+    # vLLM and unsloth have environments of their own
+    [
+        path
+        for path in REQUIREMENTS
+        if path.name not in ("flash-attn.txt", "unsloth.txt", "vllm.txt")
+    ],
     ids=lambda p: p.name,
 )
 def test_pip_reads_the_pins_with_every_list(path):

@@ -2,6 +2,7 @@
 measured."""
 
 import argparse
+import re
 import subprocess
 from functools import partial
 from types import SimpleNamespace
@@ -113,6 +114,19 @@ def test_named_gpus_are_predicted_without_any(tmp_path):
     assert row["predicted"]["peak_bytes"] > 0
     assert row["predicted"]["time"]["tokens_per_s_per_process"] > 0
     assert not (tmp_path / "bases").exists()
+
+
+@pytest.mark.parametrize(
+    ("case", "packages"),
+    [
+        ("trl_fsdp2_liger", r"trl, .*liger_kernel \(envs/peers.txt\)"),
+        ("unsloth", r"unsloth, unsloth_zoo, trl, .*datasets \(envs/unsloth.txt\)"),
+    ],
+)
+def test_missing_packages_are_those_of_the_peer(monkeypatch, case, packages):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (request,) = wanted(cases=[case])
+    assert re.search(packages, str(benchmark_run._missing_packages(request)))
 
 
 def test_visible_gpus_are_not_replaced_by_others():

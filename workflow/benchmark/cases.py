@@ -77,7 +77,7 @@ class BenchmarkConfig(Section):
     cases_file: str | None = Field(None, min_length=1)
     """The list of cases; null = `workflow/resources/benchmark/cases.yaml`."""
     peers: bool = False
-    """Also measure the other software of the list (`envs/peers.txt`)."""
+    """Also measure the other software of the list (`envs/peers.txt`, `envs/unsloth.txt`)."""
 
     @model_validator(mode="after")
     def _sizes(self) -> "BenchmarkConfig":
@@ -95,6 +95,8 @@ class BenchmarkConfig(Section):
 class PeerSettings(Section):
     """The same work by other software."""
 
+    software: Literal["trl", "unsloth"] = "trl"
+    """`unsloth` trains by TRL's SFTTrainer, too, which it patches; rows alone, no shards."""
     strategy: Literal["ddp", "fsdp1", "fsdp2"]
     liger: bool = False
     """Liger's fused kernels."""
@@ -106,6 +108,15 @@ class PeerSettings(Section):
     """Answers of a micro-batch, where the case has groups."""
     by_length: bool = False
     """Pairs in the order of their lengths, which leaves the least padding."""
+
+    @model_validator(mode="after")
+    def _unsloth_alone(self) -> "PeerSettings":
+        if self.software == "unsloth" and (self.strategy != "ddp" or self.liger):
+            raise ValueError(
+                f"strategy = {self.strategy}, liger = {self.liger}: unsloth has kernels of its "
+                "own and takes a whole model on each GPU. Set strategy: ddp and liger: false"
+            )
+        return self
 
 
 class CaseEntry(Section):

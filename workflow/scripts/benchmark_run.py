@@ -45,7 +45,10 @@ from workflow.scripts.command import command_parser, logger, run
 
 FINAL = ("measured", "out_of_memory")
 PEER = "workflow.scripts.benchmark_peer"
-PEER_PACKAGES = ("trl", "accelerate", "datasets")
+PEER_PACKAGES = {  # and the file that pins them
+    "trl": ("envs/peers.txt", ("trl", "accelerate", "datasets")),
+    "unsloth": ("envs/unsloth.txt", ("unsloth", "unsloth_zoo", "trl", "accelerate", "datasets")),
+}
 BASE_WAIT_S = 1800.0  # for another process that writes the same base
 
 
@@ -203,9 +206,10 @@ def _missing_packages(request: Request) -> str | None:
     """Name the packages that the request's peer needs and that are not installed, if any."""
     if request.peer is None:
         return None
-    needed = (*PEER_PACKAGES, *(("liger_kernel",) if request.peer["liger"] else ()))
+    file, packages = PEER_PACKAGES[request.peer["software"]]
+    needed = (*packages, *(("liger_kernel",) if request.peer["liger"] else ()))
     missing = ", ".join(name for name in needed if importlib.util.find_spec(name) is None)
-    return f"not installed: {missing} ({shipped_path('envs/peers.txt')})" if missing else None
+    return f"not installed: {missing} ({shipped_path(file)})" if missing else None
 
 
 def launch(args: argparse.Namespace, ready: Mapping[str, Prepared]) -> Exception | None:
