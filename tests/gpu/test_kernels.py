@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.attention_cases import WIDE_HEADS, wide_heads
+from tests.support.attention_cases import PACKED, packed
 from tests.support.kernel_cases import (
     ACTIVATIONS,
     RANKS,
@@ -150,10 +150,10 @@ def test_attention_stays_within_documents(lengths, width):
     torch.testing.assert_close(gradients, exact, rtol=3e-2, atol=3e-2)
 
 
-@pytest.mark.parametrize("case", WIDE_HEADS, ids=str)
-def test_attention_with_wide_heads_equals_torch(case):
+@pytest.mark.parametrize("case", PACKED, ids=str)
+def test_attention_within_documents_equals_torch(case):
     """Twice, with the same bits."""
-    results, again = (wide_heads(case, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    results, again = (packed(case, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     for ours, expected in zip(results[::2], results[1::2], strict=True):
         assert (ours - expected).norm() < 1e-2 * expected.norm()
     assert all(map(torch.equal, results, again))

@@ -1,14 +1,16 @@
-"""What attention with wide heads is compared with, on GPUs and in Triton's interpreter."""
+"""What the kernels of attention within documents are compared with, on GPUs and in Triton's
+interpreter."""
 
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from workflow.lib.kernels.attention.wide import wide_attention
+from workflow.lib.kernels.attention.document_attention import document_kernels
+from workflow.lib.kernels.attention.head_groups import by_head_groups
 
 
-class WideHeads(NamedTuple):
+class Packed(NamedTuple):
     lengths: tuple[int, ...]
     """Of documents; a micro-batch of a CUDA graph has some of none at its end."""
     heads: int
@@ -18,15 +20,18 @@ class WideHeads(NamedTuple):
     scale: float | None = None
 
 
-WIDE_HEADS = (
-    WideHeads((70, 31, 49, 0, 0), heads=4, key_heads=2, width=320),
-    WideHeads((40,), heads=2, key_heads=1, width=512),
-    WideHeads((33, 64), heads=2, key_heads=2, width=288, window=20, scale=1.0 / 8),
-    WideHeads((1, 1, 2), heads=1, key_heads=1, width=264),
+PACKED = (
+    Packed((5, 58, 1, 30, 6, 0), heads=4, key_heads=1, width=128),
+    Packed((90, 40), heads=2, key_heads=2, width=64, window=33),
+    Packed((20, 7, 70), heads=2, key_heads=1, width=80, scale=1.0 / 8),
+    Packed((70, 31, 49, 0, 0), heads=4, key_heads=2, width=320),
+    Packed((40,), heads=2, key_heads=1, width=512),
+    Packed((33, 64), heads=2, key_heads=2, width=288, window=20, scale=1.0 / 8),
+    Packed((1, 1, 2), heads=1, key_heads=1, width=264),
 )
 
 
-def wide_heads(case: WideHeads, *, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
+def packed(case: Packed, *, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
     """Return output and gradients by the kernels, each followed by torch's in fp32, which attends
     over one document at a time. Queries lie behind a transposition, as a norm of heads leaves them.
     """
@@ -38,9 +43,8 @@ def wide_heads(case: WideHeads, *, dtype: torch.dtype, device: str) -> list[torc
     ours = [x.to(device, dtype).requires_grad_() for x in (query, key, value)]
     bounds = torch.tensor([0, *case.lengths], dtype=torch.int32, device=device).cumsum(0)
     query, key, value = ours
-    output = wide_attention(
-        query, key, value, bounds.to(torch.int32), scale=case.scale, window=case.window
-    )
+    kernels = document_kernels(bounds.to(torch.int32), tokens, scale=case.scale, window=case.window)
+    output = by_head_groups(kernels, query, key, value, groups=1)
     gradients = torch.autograd.grad(output, ours, grad)
     leaves = [x.detach().float().requires_grad_() for x in ours]
     expected = torch.cat([_attended(parts, case) for parts in _documents(leaves, case.lengths)])
@@ -54,7 +58,7 @@ def _documents(given: list[torch.Tensor], lengths: tuple[int, ...]) -> list[list
     return [list(part) for part in parts if len(part[0])]
 
 
-def _attended(parts: list[torch.Tensor], case: WideHeads) -> torch.Tensor:
+def _attended(parts: list[torch.Tensor], case: Packed) -> torch.Tensor:
     mask = torch.ones(2 * [len(parts[0])], dtype=torch.bool, device=parts[0].device).tril()
     if case.window is not None:
         mask = mask.triu(1 - case.window)

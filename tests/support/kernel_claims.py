@@ -90,9 +90,9 @@ def the_state_space() -> None:
     assert recurrences.largest_error(recurrences.spaces(**THERE)) < 2e-5
 
 
-def attention_with_wide_heads() -> None:
-    for case in attention_cases.WIDE_HEADS:
-        _pairs_agree(attention_cases.wide_heads(case, **THERE), rtol=1e-5, atol=1e-5)
+def attention_within_documents() -> None:
+    for case in attention_cases.PACKED:
+        _pairs_agree(attention_cases.packed(case, **THERE), rtol=1e-5, atol=1e-5)
 
 
 def matmuls_in_8_bits() -> None:

@@ -5,19 +5,18 @@ import pytest
 import torch
 
 from tests.support.refusals import refusal
+from workflow.lib.kernels.attention import document_attention
 from workflow.lib.kernels.attention import packed as packed_attention
 from workflow.lib.kernels.attention.attention_choice import AttentionNeeds, automatic_attention
+from workflow.lib.kernels.attention.document_attention import Seen, takes_documents
+from workflow.lib.kernels.attention.head_groups import GROUPS, Kernels, by_head_groups
 from workflow.lib.kernels.attention.packed import (
-    GROUPS,
-    Kernels,
-    by_head_groups,
     cudnn_kernels,
     document_bounds,
     flash_arguments,
     varlen_attention,
     varlen_kernels,
 )
-from workflow.lib.kernels.attention.wide import Seen
 from workflow.lib.model.backends import resolve_training_attention
 from workflow.lib.system.errors import UserError
 
@@ -100,25 +99,57 @@ def test_heads_wider_than_those_of_flash_attention_are_for_kernels_of_ours():
         resolved("flex", needs=needs)
 
 
-@pytest.mark.parametrize("width", [256, 264])
-def test_varlen_hands_wide_heads_to_kernels_of_ours(width, monkeypatch):
-    """With the layer's bounds, scale and window; both kernels are for GPUs."""
-    told = []
+@pytest.fixture
+def told(monkeypatch):
+    """What kernels of the project are given; they and FlashAttention are for GPUs alone."""
+    noted = []
 
-    def wide(query, *given, **arguments):
-        told.append({"bounds": given[-1].tolist(), **arguments})
-        return query
+    def kernels(bounds, tokens, **arguments):
+        noted.append({"bounds": bounds.tolist(), "tokens": tokens, **arguments})
+        return Kernels(lambda q, *_: (q, q[..., 0]), None, sums_dim=1)
 
-    monkeypatch.setattr(packed_attention, "wide_attention", wide)
+    monkeypatch.setattr(packed_attention, "document_kernels", kernels)
     monkeypatch.setattr(packed_attention, "varlen_attn", lambda query, *_, **__: query)
-    heads = [torch.randn(1, count, 6, width) for count in (4, 2, 2)]
-    bounds = torch.tensor([0, 2, 6], dtype=torch.int32)
+    monkeypatch.setattr(document_attention, "usable", lambda *_: True)
+    return noted
+
+
+def attended(width, bounds, longest, **arguments):
+    heads = [torch.randn(1, count, bounds[-1], width) for count in (4, 2, 2)]
     output, _ = varlen_attention(
-        torch.nn.Module(), *heads, None, cu_seq_lens_q=bounds, max_length_q=4,
-        scaling=0.5, sliding_window=3,
+        torch.nn.Module(), *heads, None, cu_seq_lens_q=torch.tensor(bounds, dtype=torch.int32),
+        max_length_q=longest, **arguments,
     )  # fmt: skip
     assert torch.equal(output[0], heads[0][0].transpose(0, 1))
-    assert told == [{"bounds": [0, 2, 6], "scale": 0.5, "window": 3, "longest": 4}] * (width > 256)
+
+
+@pytest.mark.parametrize(("width", "ours"), [(128, True), (136, False), (256, False), (264, True)])
+def test_varlen_hands_short_documents_and_wide_heads_to_kernels_of_ours(width, ours, told):
+    """With the layer's bounds, scale and window."""
+    attended(width, [0, 2, 6], 4, scaling=0.5, sliding_window=3)
+    expected = {"bounds": [0, 2, 6], "tokens": 6, "scale": 0.5, "window": 3, "longest": 4}
+    assert told == [expected] * ours
+
+
+@pytest.mark.parametrize(
+    ("bounds", "longest", "arguments", "ours"),
+    [
+        ([0, 1000, 2048], 1048, {}, True),
+        ([0, 1000, 2049], 1049, {}, False),  # 1,024 tokens on average at most
+        ([0, 1024, 2048], 1024, {}, False),  # of one length: cuDNN's
+        ([0, 1000, 2048], 1048, {"flash_alone": True}, False),
+    ],
+)
+def test_documents_are_short_on_average(bounds, longest, arguments, ours, told):
+    attended(64, bounds, longest, **arguments)
+    assert len(told) == ours
+
+
+def test_kernels_that_cannot_be_built_leave_short_documents_to_flash_attention(told, monkeypatch):
+    monkeypatch.setattr(document_attention, "usable", lambda *_: False)
+    attended(64, [0, 2, 6], 4)
+    assert not told
+    assert takes_documents(torch.empty(6, 4, 264), 2, alike=True), "nothing else has such heads"
 
 
 def test_queries_with_wide_heads_see_their_document_and_window():

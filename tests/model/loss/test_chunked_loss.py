@@ -16,7 +16,7 @@ from workflow.lib.model.lora import ROWS as TABLE_ROWS
 from workflow.lib.model.lora import TrainedRows
 from workflow.lib.model.loss import chunked_loss
 from workflow.lib.model.loss.chunked_loss import LinearCrossEntropy, OutputHead
-from workflow.lib.model.loss.vocabulary_slices import CHUNK_ROWS, GRADIENT_ROWS
+from workflow.lib.model.loss.vocabulary_slices import CHUNK_ROWS, GRADIENT_ROWS, TRAINED_ROWS
 from workflow.lib.model.micro_batch import MicroBatch
 
 HIDDEN = 13
@@ -226,3 +226,15 @@ def test_rows_have_slopes_of_their_own(rows, trained, slopes):
 def _curved(log_probs, weights):
     """A loss whose slopes depend on the log-probabilities."""
     return (weights * log_probs.square()).sum() / 3
+
+
+@pytest.mark.parametrize(
+    ("trained", "fused", "times"), [(True, True, TRAINED_ROWS), (True, False, 1), (False, True, 1)]
+)
+def test_chunks_of_a_trained_head_are_larger_on_gpus(trained, fused, times, monkeypatch):
+    """Torch's own loss has copies in fp32, of which there is no room for more."""
+    module = nn.Linear(4, 8, device="meta").requires_grad_(trained)
+    head = OutputHead(module, 1.0, None, fused=fused)
+    assert head.chunk_rows(1) == CHUNK_ROWS
+    monkeypatch.setattr(chunked_loss, "GPUS", ("meta",))
+    assert head.chunk_rows(1) == times * CHUNK_ROWS

@@ -30,7 +30,7 @@ from workflow.lib.model.loss.chunked_loss import (
     TrainedHead,
     over_slices,
 )
-from workflow.lib.model.loss.vocabulary_slices import chunk_rows, exchanged_rows
+from workflow.lib.model.loss.vocabulary_slices import exchanged_rows
 from workflow.lib.model.nf4_model import local, local_range
 from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.objectives.objective import Teacher
@@ -132,7 +132,7 @@ class SlicedCrossEntropy(LinearCrossEntropy):
         self._equal_rows = False
 
     def chunk_rows(self) -> int:
-        return chunk_rows(self._group.size(), vocab_size=self.head.vocab_size)
+        return self.head.chunk_rows(self._group.size())
 
     @contextmanager
     def equal_rows(self) -> Iterator[None]:

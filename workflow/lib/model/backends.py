@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
 
-from workflow.lib.kernels.attention import wide as wide_attention
+from workflow.lib.kernels.attention import document_attention
 from workflow.lib.kernels.attention.attention_choice import (
     BY_SETTING,
     FLASH,
@@ -68,7 +68,7 @@ def _wide_heads(device: torch.device, compute_dtype: torch.dtype, needs: Attenti
     """Whether varlen supports the model's head width on this GPU, or on an absent one."""
     if needs.head_dim <= WIDEST_HEAD or not torch.cuda.is_available():
         return True
-    return wide_attention.usable(device, compute_dtype, needs.head_dim)
+    return document_attention.usable(device, compute_dtype, needs.head_dim)
 
 
 NO_NEEDS = AttentionNeeds()

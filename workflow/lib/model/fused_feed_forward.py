@@ -4,7 +4,7 @@ Falcon H1 also multiplies gate(x) and y by constants. Backward keeps x or its no
 and up(x), and recomputes the product: two wide tensors (T, f) less than one node per linear. With
 two nodes (`layers.split_autograd`) recomputation skips the product and `down`; a third one rescales
 `down` (DoRA). One linear may compute gate and up as halves of its output. On a GPU without DoRA,
-kernels add the adapters' parts where they read gate, up and the product's gradient
+kernels add the adapters' parts of small ranks where they read gate, up and the product's gradient
 (`kernels.rows.gating`)."""
 
 from collections.abc import Sequence
@@ -15,6 +15,7 @@ from torch import nn
 
 from workflow.lib.kernels.rows.dropout import drop_
 from workflow.lib.kernels.rows.gating import (
+    WIDEST_PART,
     Gating,
     LowRank,
     act_and_mul,
@@ -96,10 +97,10 @@ class FusedFeedForward(nn.Module):
 
         def output(*intermediates: torch.Tensor) -> torch.Tensor:
             *made, low = intermediates
-            *into, down = adapted(layers, draws)
+            *into, down = linears = adapted(layers, draws)
             gates = _halves(made)
             parts = (no_part(gates[0]),) * 2
-            if _kernels_add(low, factors, form):
+            if _kernels_add(linears, low, factors, form):
                 parts = _part_halves(updates(into, low))
             product = act_and_mul(*gates, *parts, form.gating)
             return value(down, product, low_rank([down], product))
@@ -154,7 +155,7 @@ class _Kept(NamedTuple):
     """Tensors kept for backward besides the input."""
 
     made: Sequence[torch.Tensor]
-    """gate(x) and up(x), or both in one; on a GPU without DoRA without the adapters' parts."""
+    """gate(x) and up(x), or both in one; without the adapters' parts if kernels add them."""
     low: torch.Tensor  # `low_rank` of them
     factors: Sequence[torch.Tensor]  # DoRA's, or none
 
@@ -168,9 +169,9 @@ class _FeedForwardGradient(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         factors = tensors[: len(form.into)]
         rows = x.reshape(-1, x.shape[-1])
-        into = adapted(layers[:-1], draws[:-1])
+        *into, _ = linears = adapted(layers, draws)
         low = low_rank(into, rows)
-        if _kernels_add(rows, factors, form):
+        if _kernels_add(linears, rows, factors, form):
             made = frozen_values(into, x)
         else:
             made = values(into, x, low, factors)
@@ -226,7 +227,7 @@ def _through_product(
         totals = zip(_joined(made[2:], kept.made), kept.factors, strict=True)
         grad_factors: Factors = [total / factor for total, factor in totals]
         return kept.made, product, grad_factors
-    if _kernels_add(grad, kept.factors, form):
+    if _kernels_add(linears, grad, kept.factors, form):
         grad_product, adapter_part = split_input_gradient(down, grad, grad_low)
         parts = (*_part_halves(updates(into, kept.low)), adapter_part)
     else:
@@ -246,7 +247,10 @@ def _product_gradients(
     return adapter_gradients(plain, grad, product, low_rank(plain, product), grad_low)
 
 
-def _kernels_add(x: torch.Tensor, factors: Factors, form: Form) -> bool:
-    """Whether kernels add the adapters' parts to gate and up. factors: DoRA's, or Nones."""
-    works = act_and_mul.works_on(x.device, x.dtype, form.activation)
-    return works and not any(factor is not None for factor in factors)
+def _kernels_add(linears: Sequence[Adapted], x: torch.Tensor, factors: Factors, form: Form) -> bool:
+    """Whether kernels add the adapters' parts to gate and up. linears: all three; factors: DoRA's,
+    or Nones."""
+    if any(factor is not None for factor in factors):
+        return False
+    narrow = all(len(linear.a) <= WIDEST_PART for linear in linears)
+    return narrow and act_and_mul.works_on(x.device, x.dtype, form.activation)

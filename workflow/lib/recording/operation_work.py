@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from workflow.lib.kernels.attention.answer_rows import are_equal
 from workflow.lib.kernels.attention.arguments import attention_flop
+from workflow.lib.kernels.attention.document_attention import NARROW_HEAD
 from workflow.lib.kernels.attention.flex_masks import RECORDED_LENGTHS, seen_keys
 from workflow.lib.kernels.kernel_launch import LAUNCHED
 from workflow.lib.planning import work
@@ -47,7 +48,7 @@ EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 KERNELS = {
     "experts": work.GROUPED,
     "flex_attention": work.FLEX,
-    "wide_attention": work.WIDE,
+    "document_attention": work.SHORT,
     "delta_rule": work.DELTA_RULE,
     "state_space": work.STATE_SPACE,
 }
@@ -140,6 +141,8 @@ def _kernel_work(moved: list[torch.Tensor], kernel: str, flop: float) -> tuple[s
     kind = KERNELS[kernel.partition(".")[0]]
     if kind == work.GROUPED and moved[1].dtype in EIGHT_BITS:
         kind = work.GROUPED_8
+    if kind == work.SHORT and moved[0].shape[-1] > NARROW_HEAD:
+        kind = work.WIDE
     return _intense(kind, Amount(flop, total, 1))
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from workflow.lib.kernels.attention.attention_choice import VARLEN
+from workflow.lib.kernels.attention.attention_choice import RECORDED_FLASH, VARLEN
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.planning.memory.allocation_tape import Tape
 from workflow.lib.planning.memory.peaks import Peaks
@@ -172,14 +172,15 @@ def plan_recorder(config: Mapping[str, Any], shape: ModelShape) -> Iterator[Plan
 
 
 def as_recorded(plan: StepPlan) -> StepPlan:
-    """Return the plan without fields that no recording depends on, so that plans share one. All
-    kernels without a matrix of scores allocate the same; torch's own need no further package."""
+    """Return the plan without fields that no recording depends on, so that plans share one. The
+    packages' FlashAttention allocates what torch's own does."""
+    packaged = plan.attention_kind == "flash" and plan.attention != VARLEN
     return replace(
         plan,
         device="cuda",
         nodes=1,
         cuda_graphs=plan.graphed,
-        attention=VARLEN if plan.attention_kind == "flash" else plan.attention,
+        attention=RECORDED_FLASH if packaged else plan.attention,
         compute_dtype="float32" if plan.compute_bytes == 4 else "bfloat16",
         accumulation_steps=min(plan.accumulation_steps, 2),
         dropout=0.05 if plan.dropout else 0.0,  # for any share

@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 FLASH, VARLEN, FLEX = "flash_attention_2", "varlen", "flex"
+RECORDED_FLASH = "flash_recorded"  # of recordings, in place of a package
 FAMILY = "family"  # the model family's own
 FLEX_BLOCK = 128  # tokens of a block of flex's masks, as in torch
 OWN_SCORES = "this model's layers compute their scores themselves"
 WIDEST_HEAD = 256  # of FlashAttention 2, and of flex_attention's blocks in a GPU's shared memory
-WIDEST_KERNEL_HEAD = 512  # of kernels of ours (`kernels.attention.wide`)
+WIDEST_KERNEL_HEAD = 512  # of kernels of ours (`kernels.attention.document_attention`)
 
 
 @dataclass(frozen=True)
@@ -156,23 +157,23 @@ def automatic_attention(
     varlen_runs: bool = True,
 ) -> AttentionChoice:
     """Return the attention of `model.attention: auto`. varlen_runs: whether varlen's kernels can be
-    built there. On a GPU of capability 8.0 (`bfloat16`) in 16 bits: flash_attention_2 with its
-    package, else for training varlen, and flex for needs that these lack. Otherwise stock
-    Transformers' sdpa, or eager for soft-capped scores and sinks; but training takes flex for
-    sinks, for rows that processes share, and if masks would let packed documents see each other."""
+    built there. On a GPU of capability 8.0 (`bfloat16`) in 16 bits: for training varlen; for needs
+    that it lacks, and for evaluation, flash_attention_2 with its package; for what is left of
+    training flex. Otherwise stock Transformers' sdpa, or eager for soft-capped scores and sinks;
+    but training takes flex for sinks, for rows that processes share, and if masks would let packed
+    documents see each other."""
     if cuda and bfloat16 and compute_dtype != "float32":
+        obstacle = needs.varlen_obstacle()
+        if training and obstacle is None and varlen_runs:
+            return AttentionChoice(VARLEN, "the fastest for this model")
         # Transformers passes the cap, and pads narrow values.
         packs = needs.obstacle(FLASH) is None and not (training and needs.masked)
         if flash_package and packs:
             return AttentionChoice(FLASH, "its package is installed")
-        unpackaged = " without the package flash-attn (with it: flash_attention_2)" if packs else ""
-        if training:
-            obstacle = needs.varlen_obstacle()
-            if obstacle is None and varlen_runs:
-                return AttentionChoice(VARLEN, f"the fastest for this model{unpackaged}")
-            if needs.flex_obstacle() is None:
-                obstacle = obstacle or "its kernels cannot be built here"
-                return AttentionChoice(FLEX, f"for this model{unpackaged}, not varlen: {obstacle}")
+        if training and needs.flex_obstacle() is None:
+            faster = " without the package flash-attn (with it: flash_attention_2)" if packs else ""
+            obstacle = obstacle or "its kernels cannot be built here"
+            return AttentionChoice(FLEX, f"for this model{faster}, not varlen: {obstacle}")
     if training and needs.flex_obstacle() is None:
         if needs.rows_shared:
             return AttentionChoice(FLEX, "processes share rows, so they exchange heads")

@@ -1,19 +1,14 @@
 """Attention over packed rows, without a mask, and never from one document to another.
 
 Flash implementations get all rows as one, with the documents' bounds (`cu_seq_lens`), which
-Transformers finds in batches of one row alone (`_is_packed_sequence`, 5.23). Documents of one
-length go to cuDNN where it is faster, wide heads to the project's kernels. `varlen` is torch's own
-FlashAttention (torch.nn.attention.varlen).
-
-FlashAttention 2 sums gradients of queries in fp32, and with grouped heads makes gradients of keys
-and values for every head of queries: at 32 heads and 8 of keys four times the queries' bytes. Heads
-do not depend on each other, so backward may compute some heads of keys, with their queries, at a
-time (`by_head_groups`)."""
+Transformers finds in batches of one row alone (`_is_packed_sequence`, 5.23). `varlen` takes the
+fastest: cuDNN for documents of one length, the project's kernels for short documents and for wide
+heads, else torch's own FlashAttention 2 (torch.nn.attention.varlen)."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,92 +22,12 @@ from workflow.lib.kernels.attention.arguments import (
     mask_kind,
     refuse_without_documents,
 )
-from workflow.lib.kernels.attention.attention_choice import FLASH, FLEX, VARLEN, WIDEST_HEAD
+from workflow.lib.kernels.attention.attention_choice import FLASH, FLEX, RECORDED_FLASH, VARLEN
+from workflow.lib.kernels.attention.document_attention import document_kernels, takes_documents
 from workflow.lib.kernels.attention.head_exchange import over_whole_rows
+from workflow.lib.kernels.attention.head_groups import GROUPS, Kernels, Tensors, by_head_groups
 from workflow.lib.kernels.attention.kept_results import KeptResults
 from workflow.lib.kernels.attention.shared_prompts import SharedPrompts
-from workflow.lib.kernels.attention.wide import wide_attention
-from workflow.lib.system.device_types import RECORDED
-
-GROUPS = 8  # at most: a group must fill a GPU
-
-Tensors = tuple[torch.Tensor, ...]
-
-
-class Kernels(NamedTuple):
-    """Forward and backward of attention over heads (..., heads at dim 1, ...)."""
-
-    forward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Tensors]
-    """Returns output, logarithms of sums, and whatever else `backward` takes."""
-    backward: Callable[..., Tensors]
-    """Gradients of query, key and value, from the output's and all tensors of forward."""
-    sums_dim: int  # of the heads in the logarithms of sums
-
-
-def by_head_groups(
-    kernels: Kernels,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    groups: int = GROUPS,
-    kept: KeptResults | None = None,
-) -> torch.Tensor:
-    """Return the attention of heads at dim 1; each head of keys serves neighbouring queries. groups
-    of heads, at most; kept: has the results of recomputed layers."""
-    apply: Callable[..., torch.Tensor] = _ByHeadGroups.apply
-    forward = kernels.forward if kept is None else partial(kept.of, kernels.forward)
-    return apply(kernels._replace(forward=forward), groups, query, key, value)
-
-
-class _ByHeadGroups(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        kernels: Kernels,
-        groups: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-    ) -> torch.Tensor:
-        output, sums, *others = kernels.forward(query, key, value)
-        ctx.kernels, ctx.groups = kernels, groups
-        ctx.save_for_backward(query, key, value, output, sums, *others)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, output, sums, *others = ctx.saved_tensors
-        if ctx.groups == 1:
-            return (
-                None,
-                None,
-                *ctx.kernels.backward(
-                    grads[0].contiguous(), query, key, value, output.contiguous(), sums, *others
-                ),
-            )
-        made = [x.new_empty(x.shape) for x in (query, key, value)]
-        ratio = query.shape[1] // key.shape[1]
-        for start, stop in _groups(key.shape[1], ctx.groups):
-            keys, queries = (start, stop - start), (start * ratio, (stop - start) * ratio)
-            parts = ctx.kernels.backward(
-                grads[0].narrow(1, *queries).contiguous(),
-                *(query.narrow(1, *queries), key.narrow(1, *keys), value.narrow(1, *keys)),
-                output.narrow(1, *queries).contiguous(),
-                sums.narrow(ctx.kernels.sums_dim, *queries),
-                *others,
-            )
-            for whole, part, group in zip(made, parts, (queries, keys, keys), strict=True):
-                whole.narrow(1, *group).copy_(part)
-            del parts, part  # before the next group
-        return None, None, *made
-
-
-def _groups(heads: int, most: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of at most so many groups of heads of keys."""
-    size = -(-heads // most)
-    for start in range(0, heads, size):
-        yield start, min(start + size, heads)
 
 
 def varlen_kernels(
@@ -170,7 +85,7 @@ def _cudnn_backward(scale: float | None, length: int, *tensors: torch.Tensor) ->
     return made
 
 
-FLATTENED = frozenset({VARLEN, FLASH, "flash_attention_3"})
+FLATTENED = frozenset({VARLEN, FLASH, "flash_attention_3", RECORDED_FLASH})
 
 # torch 2.11 accepts fewer key than query heads by itself, newer releases need this option.
 GROUPED_HEADS: dict[str, Any] = (
@@ -213,15 +128,15 @@ def varlen_attention(
     sliding_window: int | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
+    flash_alone: bool = False,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within documents, in the form of Transformers' attention functions. query:
     (1, heads, tokens, head_dim); key, value: (1, key_value_heads, tokens, head_dim). Returns (1,
     tokens, heads, head_dim) and no weights. in_head_groups: backward takes less memory; kept: see
-    `by_head_groups`. Raises `UserError` for arguments that it cannot follow."""
+    `by_head_groups`; flash_alone: by FlashAttention 2. Raises `UserError` for arguments that it
+    cannot follow."""
     others["chunked attention"] = mask_kind(module, sliding_window).chunk
-    if query.device.type == RECORDED:  # here for FlashAttention, whose kernels cap scores
-        others.pop("softcap", None)
     check_arguments(
         module, others, attention_mask=attention_mask, is_causal=is_causal, dropout=dropout,
         implementation=VARLEN, instead=FLEX,
@@ -234,33 +149,39 @@ def varlen_attention(
     if shared_prompts is not None:
         k, v = shared_prompts.gathered(k), shared_prompts.gathered(v)
         bounds, longest = shared_prompts.bounds, shared_prompts.longest
-    if query.shape[-1] > WIDEST_HEAD:
-        inputs = (q, k, v, cu_seq_lens_q)
-        wide = wide_attention(*inputs, scale=scaling, window=sliding_window, longest=max_length_q)
-        return wide[None], None
-    alike = (cu_seq_lens_q.numel() - 1) * max_length_q == query.shape[2]
+    documents = cu_seq_lens_q.numel() - 1
+    alike = documents * max_length_q == query.shape[2] and sliding_window is None
+    own_keys = shared_prompts is None and not flash_alone
+    if own_keys and takes_documents(q, documents, alike=alike):
+        kernels = document_kernels(
+            cu_seq_lens_q, len(q), scale=scaling, window=sliding_window, longest=max_length_q
+        )
+        return by_head_groups(kernels, q, k, v, groups=1, kept=kept)[None], None
     output: Any = None
     attend: Callable[..., torch.Tensor] | None = None
     if in_head_groups or kept is not None:
         attend = partial(by_head_groups, groups=GROUPS if in_head_groups else 1, kept=kept)
-    if alike and sliding_window is None and shared_prompts is None:
+    if alike and own_keys:
         output = _equal_lengths_attention(
             q, k, v, length=max_length_q, scaling=scaling, attend=attend
         )
     if output is None:
-        documents = cu_seq_lens_q, bounds, max_length_q, longest
+        both = cu_seq_lens_q, bounds, max_length_q, longest
         window = (-1 if sliding_window is None else sliding_window - 1, 0)
         if attend is not None:
-            kernels = varlen_kernels(
-                *documents, scale=scaling, window=window, options=GROUPED_HEADS
-            )
+            kernels = varlen_kernels(*both, scale=scaling, window=window, options=GROUPED_HEADS)
             output = attend(kernels, q, k, v)
         else:
             output = varlen_attn(
-                *(q, k, v, *documents), scale=scaling, window_size=window, **GROUPED_HEADS
+                *(q, k, v, *both), scale=scaling, window_size=window, **GROUPED_HEADS
             )
     assert isinstance(output, torch.Tensor)
     return output[None], None
+
+
+def recorded_flash(*heads: Any, softcap: float | None = None, **others: Any) -> Any:
+    """Attention that allocates what the package flash-attn does, whose kernels cap scores."""
+    return varlen_attention(*heads, flash_alone=True, **others)
 
 
 def _equal_lengths_attention(
@@ -305,3 +226,4 @@ def _cudnn_serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 
 
 AttentionInterface.register(VARLEN, varlen_attention)
+AttentionInterface.register(RECORDED_FLASH, recorded_flash)

@@ -20,6 +20,9 @@ from workflow.lib.kernels.op import Case, Op, drawn
 # A program's tiles: the fastest of 16 tried on an H200, rank 16.
 TILES = {"rows": 16, "columns": 128, "steps": 8}
 CHUNK = 32  # of a rank, that is multiplied at a time
+# Kernels read a wide part again for each tile: gates of rank 256 took 7.5 times those of rank 16
+# (8B, H200, profiled 2026-11-30). From about 45 on a matmul of its own is faster.
+WIDEST_PART = 48
 # Tiles that are read ahead, where a rank has few bytes: else they exceed 99 KiB of shared memory.
 STAGES, STAGED_BYTES = 3, 64
 
@@ -98,7 +101,11 @@ def _case_of_sum(device: torch.device, dtype: torch.dtype) -> Case:
 
 
 add_low_rank_ = Op(
-    "adapters' parts", reference=add_by_torch_, kernel=_add_by_kernel_, case=_case_of_sum
+    "adapters' parts",
+    reference=add_by_torch_,
+    kernel=_add_by_kernel_,
+    case=_case_of_sum,
+    supports=lambda _, part, *__: part.rank <= WIDEST_PART,
 )
 """Adds the part, and `other` if there is one, to `total` (T, width); returns it."""
 

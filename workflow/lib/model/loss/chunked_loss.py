@@ -26,8 +26,9 @@ from workflow.lib.kernels.loss.fused_logits import (
     with_aligned_rows,
 )
 from workflow.lib.model.lora import ROWS, trained_parts
-from workflow.lib.model.loss.vocabulary_slices import GRADIENT_ROWS, chunk_rows
+from workflow.lib.model.loss.vocabulary_slices import GRADIENT_ROWS, TRAINED_ROWS, chunk_rows
 from workflow.lib.objectives.objective import Teacher, exact_sum
+from workflow.lib.system.device_types import GPUS
 
 SUMS = 2  # how many numbers of a row are log-sum-exp: A and R
 
@@ -130,6 +131,14 @@ class OutputHead:
         weight = self.module.weight
         assert isinstance(weight, torch.Tensor)
         return weight.shape[0]
+
+    def chunk_rows(self, slices: int) -> int:
+        """Return the rows of a chunk from each process with one of so many slices."""
+        weight: Any = self.module.weight
+        whole = bool(trained_parts(self.module)) and not hasattr(self.module, ROWS)
+        by_kernels = self.fused and weight.device.type in GPUS  # torch has copies in fp32
+        times = TRAINED_ROWS if whole and by_kernels else 1
+        return chunk_rows(slices, vocab_size=self.vocab_size, times=times)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.finished(self.module(hidden))
@@ -238,7 +247,7 @@ class LinearCrossEntropy(nn.Module):
         return TrainedHead(weight, bias[0] if bias else None, masters)
 
     def chunk_rows(self) -> int:
-        return chunk_rows(1, vocab_size=self.head.vocab_size)
+        return self.head.chunk_rows(1)
 
     def equal_rows(self) -> AbstractContextManager[None]:
         """Within the block all processes have equally many rows, and exchange no counts."""

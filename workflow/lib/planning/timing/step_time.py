@@ -64,7 +64,8 @@ BACKWARD = "backward"
 PHASES = ("look_up_embedding", "forward", "loss", BACKWARD, UPDATE)
 TRAFFIC, EXPOSED, LAUNCHED = "traffic", "exposed", "launched"
 COMPUTING = ("matmuls", "attention", "dequantization", "elementwise", "loss", "update")
-ATTENTION = {kinds.ATTENTION, kinds.EQUAL, kinds.BROAD, kinds.FLEX, kinds.WIDE, kinds.MASKED}
+READS_OFTEN = {kinds.ATTENTION, kinds.EQUAL, kinds.BROAD, kinds.FLEX, kinds.WIDE, kinds.MASKED}
+ATTENTION = READS_OFTEN | {kinds.SHORT}
 PREPARED = {kinds.GROUPED, kinds.GROUPED_8, kinds.FLEX}  # see `Rates.prepared_launch_s`
 COMPUTATION = "what the GPU computes"
 # Of a matmul's FLOP or bytes, whichever takes less: the first loads and last stores of each block.
@@ -169,7 +170,8 @@ class Clock:
         if name not in rates.flops:
             return moving_s + gaps_s
         if name in ATTENTION:
-            return amount.flop / rates.flops[name] + rates.attention * moving_s + gaps_s
+            moving_s *= rates.attention if name in READS_OFTEN else 1.0
+            return amount.flop / rates.flops[name] + moving_s + gaps_s
         hidden_s, longer_s = sorted((amount.flop / rates.flops[name], moving_s), key=abs)
         return longer_s + NOT_HIDDEN * hidden_s + gaps_s
 

@@ -1,6 +1,10 @@
-"""Causal attention within documents by the project's GPU kernels, for heads wider than
-FlashAttention's (256): Gemma 4 has some of 512, for which torch has only a slow kernel without
-documents.
+"""Causal attention within documents by the project's GPU kernels, for short documents and for heads
+wider than FlashAttention's (256), for which torch has only a slow kernel without documents.
+
+FlashAttention 2 gives every document tiles of its own, as many as the longest one has, and pads
+each to 128 tokens. Here a tile has neighbouring tokens of any documents. Forward and backward of
+16,384 tokens, 32 heads of 128 and 8 of keys, took 0.21 of its time on chats of 49 tokens, one of
+them of 1,818, 0.63 for documents of 256 tokens, 0.82 of 1,024 and 0.88 of 2,000 (H200, 2026-11-30).
 
 Scores are never stored (as in FlashAttention 2, arXiv 2307.08691). Softmax is computed in fp32,
 matmuls in the queries' dtype with fp32 sums. Backward computes the scores twice: for the gradients
@@ -10,13 +14,15 @@ same bits."""
 import functools
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from workflow.lib.kernels.attention.arguments import attention_flop
-from workflow.lib.kernels.attention.attention_choice import WIDEST_KERNEL_HEAD
+from workflow.lib.kernels.attention.attention_choice import WIDEST_HEAD, WIDEST_KERNEL_HEAD
 from workflow.lib.kernels.attention.flex_masks import seen_keys
+from workflow.lib.kernels.attention.head_groups import Kernels, by_head_groups
 from workflow.lib.kernels.kernel_launch import launch, power_of_two
 from workflow.lib.kernels.op import Case, Op, drawn
 
@@ -33,6 +39,11 @@ class Tile(NamedTuple):
     stages: int = 1  # 2 need less shared memory where one tile is an operand of two matmuls
 
 
+SHORT_DOCUMENT = 1024  # tokens, on average, up to which these kernels take heads of FlashAttention
+NARROW_HEAD = 128
+NARROW_TILE = Tile(64, 32, 4, 3)
+"""Of heads up to `NARROW_HEAD`: the fastest of 8 tried on an H200, or within 5% of it. It takes 80
+KiB of shared memory, so it fits all GPUs."""
 KEY_GRADIENT_TILE = Tile(16, 32, 4, 2)
 TILES = {
     200: {
@@ -81,7 +92,7 @@ class Seen(NamedTuple):
 def by_torch(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: Seen, scale: float
 ) -> torch.Tensor:
-    """Return the result of `wide_attention` from all scores."""
+    """Return the kernels' result from all scores."""
     group = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query, key) * scale
@@ -91,71 +102,43 @@ def by_torch(
     return torch.einsum("hqk,khd->qhd", shares, value)
 
 
-def wide_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+def document_kernels(
     bounds: torch.Tensor,
+    tokens: int,
     *,
     scale: float | None,
     window: int | None,
     longest: int | None = None,
-) -> torch.Tensor:
-    """Return causal attention (tokens, heads, width) within documents by the kernels, if they are
-    `usable`. query: (tokens, heads, width); key, value: (tokens, key heads, width), each serving
-    neighbouring heads of queries. bounds, window: as in `Seen.of`; longest: tokens of the longest
-    document, for recordings. scale: of scores, by default width^-0.5."""
-    tokens, _, width = query.shape
-    seen = Seen.of(bounds, tokens, window)
-    scale = width**-0.5 if scale is None else scale
-    keys = seen_keys(longest or tokens, window)
-    return _by_kernel(query, key, value, seen, scale, keys)
+) -> Kernels:
+    """Return causal attention within documents, heads (tokens, heads, width) and (tokens, key
+    heads, width), if the kernels are `usable`. bounds, window: as in `Seen.of`; longest: tokens of
+    the longest document, for recordings. scale: of scores, by default width^-0.5."""
+    return _kernels(Seen.of(bounds, tokens, window), scale, seen_keys(longest or tokens, window))
+
+
+def _kernels(seen: Seen, scale: float | None, keys: float = 0.0) -> Kernels:
+    """keys: computed for a query on average, for recordings."""
+    return Kernels(
+        partial(forward, seen=seen, scale=scale, keys=keys),
+        partial(backward, seen=seen, scale=scale, keys=keys),
+        sums_dim=0,
+    )
 
 
 def _by_kernel(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    seen: Seen,
-    scale: float,
-    keys: float = 0.0,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: Seen, scale: float
 ) -> torch.Tensor:
-    """keys: computed for a query on average, for recordings."""
-    output: torch.Tensor = _WideAttention.apply(query, key, value, *seen, scale, keys)  # type: ignore[no-untyped-call]
-    return output
-
-
-class _WideAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        first: torch.Tensor,
-        last: torch.Tensor,
-        scale: float,
-        keys: float,
-    ) -> torch.Tensor:
-        output, log_sums = forward(query, key, value, Seen(first, last), scale, keys)
-        ctx.save_for_backward(query, key, value, output, log_sums, first, last)
-        ctx.scale, ctx.keys = scale, keys
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, output, log_sums, *seen = ctx.saved_tensors
-        inputs = (grad, query, key, value, output, log_sums, Seen(*seen), ctx.scale, ctx.keys)
-        return *backward(*inputs), None, None, None, None
+    return by_head_groups(_kernels(seen, scale), query, key, value, groups=1)
 
 
 def forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    *,
     seen: Seen,
-    scale: float,
-    keys: float = 0.0,
+    scale: float | None,
+    keys: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output and the base-2 logarithm of each query's sum (heads, tokens) fp32."""
     call = _Call.of((query, key, value), seen, scale, keys)
@@ -172,23 +155,24 @@ def backward(
     value: torch.Tensor,
     output: torch.Tensor,
     log_sums: torch.Tensor,
+    *,
     seen: Seen,
-    scale: float,
-    keys: float = 0.0,
+    scale: float | None,
+    keys: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of query, key and value, contiguous, for `grad` of the output."""
+    """Return the gradients of query, key and value, contiguous, for `grad` of the output; both are
+    contiguous."""
     call = _Call.of((query, key, value), seen, scale, keys)
-    grad, output = grad.contiguous(), output.contiguous()
     sums = torch.empty_like(log_sums)
     call.sum_products(sums, grad, output)
     grad_query, grad_key, grad_value = (x.new_empty(x.shape) for x in call.inputs)
     inputs = (grad, log_sums, sums, *call.inputs, seen.first)
     call.launch(
-        "attention_of_queries", call.heads, grad_query, *inputs, *call.strides, factor=scale
+        "attention_of_queries", call.heads, grad_query, *inputs, *call.strides, factor=call.scale
     )
     call.launch(
         "attention_of_keys", call.groups, grad_key, grad_value, *inputs, seen.last, *call.strides,
-        factor=scale,
+        factor=call.scale,
     )  # fmt: skip
     return grad_query, grad_key, grad_value
 
@@ -201,8 +185,11 @@ class _Call(NamedTuple):
     keys: float
 
     @classmethod
-    def of(cls, inputs: Sequence[torch.Tensor], seen: Seen, scale: float, keys: float) -> "_Call":
+    def of(
+        cls, inputs: Sequence[torch.Tensor], seen: Seen, scale: float | None, keys: float
+    ) -> "_Call":
         query, key, value = inputs
+        scale = query.shape[2] ** -0.5 if scale is None else scale
         assert all(x.stride(2) == 1 for x in (query, key, value)), "columns are read side by side"
         assert query.shape[0] == len(seen.first) == key.shape[0], "as many keys as queries"
         return cls((query, key, value), scale, keys)
@@ -234,11 +221,11 @@ class _Call(NamedTuple):
         self, name: str, heads: int, *arguments: torch.Tensor | int, **numbers: float
     ) -> None:
         """Start a kernel for all tiles of this many heads."""
-        tile = _tiles(self.inputs[0].device)[name]
+        tile = _tile(self.inputs[0], name)
         out, *inputs = arguments
         assert isinstance(out, torch.Tensor)
         launch(
-            f"wide_attention.{name}", (-(-self.tokens // tile.rows), heads), out, *inputs,
+            f"document_attention.{name}", (-(-self.tokens // tile.rows), heads), out, *inputs,
             self.tokens, self.heads, self.heads // self.groups, self.scale * LOG2_E, **numbers,
             **self._widths, rows=tile.rows, columns=tile.columns, num_warps=tile.warps,
             num_stages=tile.stages,
@@ -248,10 +235,15 @@ class _Call(NamedTuple):
     def sum_products(self, sums: torch.Tensor, grad: torch.Tensor, output: torch.Tensor) -> None:
         """Fill sums (heads, tokens) with the sum over each head of output times gradient."""
         launch(
-            "wide_attention.attention_products", (-(-self.tokens // PRODUCT_ROWS), self.heads),
+            "document_attention.attention_products", (-(-self.tokens // PRODUCT_ROWS), self.heads),
             sums, grad, output, self.tokens, self.heads, **self._widths,
             rows=PRODUCT_ROWS, num_warps=PRODUCT_WARPS,
         )  # fmt: skip
+
+
+def _tile(query: torch.Tensor, name: str) -> Tile:
+    narrow = query.shape[2] <= NARROW_HEAD
+    return NARROW_TILE if narrow else _tiles(query.device)[name]
 
 
 @functools.cache
@@ -271,12 +263,23 @@ def _case(device: torch.device, dtype: torch.dtype, width: int) -> Case:
 
 
 _attention = Op(
-    "attention with wide heads",
+    "attention within documents",
     reference=by_torch,
     kernel=_by_kernel,
     case=_case,
     variant=lambda query, *_: (query.dtype, query.shape[2]),
 )
+
+
+def takes_documents(query: torch.Tensor, documents: int, *, alike: bool) -> bool:
+    """Whether these kernels attend over queries (tokens, heads, width) of so many documents: by
+    heads that FlashAttention lacks, and over short documents, where they are faster. alike: all
+    have one length, which cuDNN may serve."""
+    tokens, _, width = query.shape
+    if width > WIDEST_HEAD:
+        return True
+    short = width <= NARROW_HEAD and not alike and tokens <= documents * SHORT_DOCUMENT
+    return short and usable(query.device, query.dtype, width)
 
 
 def usable(device: torch.device, dtype: torch.dtype, width: int) -> bool:

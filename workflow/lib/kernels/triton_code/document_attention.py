@@ -1,5 +1,5 @@
-"""GPU kernels of attention with heads wider than FlashAttention's, in Triton; `wide_attention`
-calls and describes them.
+"""GPU kernels of attention within documents, in Triton; `attention.document_attention` calls and
+describes them.
 
 Each program has a tile of tokens with all columns of their heads, and loops over the other tokens
 in smaller tiles. Scores are scaled for powers of two, and never stored. Offsets are int64, as in
