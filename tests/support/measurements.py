@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.support.pages import DOCS, with_part
 from workflow.benchmark.cases import BenchmarkConfig, model_config
-from workflow.lib.kernels.attention.attention_choice import FLEX
+from workflow.lib.kernels.attention.attention_choice import FLASH, FLEX
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.model.describe_model import describe_config
 from workflow.lib.planning.memory.replay import Replay, replay
@@ -40,14 +40,17 @@ LATEST = {
     "83d0a13",
     "bbd690b",
     "505011a",
+    "a6d0370",
 }
 ONE_PROCESS = LATEST | {"2986d7a", "ebf624b", "0d0e7fd", "0223b86", "e477513", "fe03f01"}
 # Of several these: each gathers packed weights into one buffer, and adapters in the compute dtype.
-SEVERAL_PROCESSES = {"c4c4967", "3a56d7c", "5541524", "83d0a13", "bbd690b", "505011a"}
+SEVERAL_PROCESSES = {"c4c4967", "3a56d7c", "5541524", "83d0a13", "bbd690b", "505011a", "a6d0370"}
 # Stacks of experts are decoded by slices of 512 MiB.
 MIXTURES = {"a348f07", "5d4797b", "98fd0ae"}
 NO_LONGER_OFFERED = {("products", "int8"), ("saved_activations", "float8")}
 WIDE_HEADS = {"10ff93b"}  # by kernels
+FLASH_ALONE = {"a4e909a", "a6d0370"}  # short documents by FlashAttention
+ALL_BY_GRAPHS = {"a6d0370"}
 GEMMA_NORMS = {"f30dae5", "ae05c00", "1421c0a", "98fd0ae"} | WIDE_HEADS
 # They ran without graphs, in processes that had captured some: cuBLAS' workspaces of captures, 64
 # MiB, were still there, and all five are that much above their recordings.
@@ -150,7 +153,7 @@ def recorded_plan(line: dict[str, Any]) -> StepPlan:
     if setup.get("objective") == "next_token":  # its name before there were others
         setup["objective"] = SUPERVISED
     if "setup" not in line:
-        return _as_launched_then(StepPlan.of(setup))
+        return _as_then(StepPlan.of(setup), line)
     for name in ("fixed", "accumulates", "compute_bytes"):
         setup.pop(name, None)
     fields = {
@@ -160,14 +163,19 @@ def recorded_plan(line: dict[str, Any]) -> StepPlan:
         "compute_dtype": plan["compute_dtype"],
         "cuda_graphs": plan.get("cuda_graphs", False),
     }
-    return _as_launched_then(StepPlan.of(setup | fields))
+    return _as_then(StepPlan.of(setup | fields), line)
 
 
-def _as_launched_then(plan: StepPlan) -> StepPlan:
-    """Return the plan without CUDA graphs where the lines were measured without them."""
+def _as_then(plan: StepPlan, line: dict[str, Any]) -> StepPlan:
+    """Return the plan with the attention of then, and without CUDA graphs where there were none."""
+    commit = line["versions"]["commit"]
+    packed = plan.documents_per_row > 1 and not plan.shares_prompts
+    if packed and commit in FLASH_ALONE:
+        plan = replace(plan, attention=FLASH)
     whole = plan.trains_head or plan.trains_embedding
     by_python = plan.offload_layers > 0 or plan.dora or whole
-    return replace(plan, cuda_graphs=plan.cuda_graphs and not by_python)
+    by_graphs = plan.cuda_graphs and (commit in ALL_BY_GRAPHS or not by_python)
+    return replace(plan, cuda_graphs=by_graphs)
 
 
 @cache

@@ -13,7 +13,7 @@ from workflow.lib.quantization import calibrated_rounding as calibrated_rounding
 
 # What kernels are compiled for beside the dtype, for those that are compiled for more.
 BESIDE_DTYPE: dict[str, tuple[tuple[Any, ...], ...]] = {
-    "attention with wide heads": ((320,),),
+    "attention within documents": ((128,), (320,)),
     "gates of experts": (("silu",), ("clamped",)),
     "gates of feed-forwards": (("silu",), ("gelu_tanh",)),
     "gradients of gates": (("silu",), ("gelu_tanh",)),

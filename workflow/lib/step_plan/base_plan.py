@@ -108,7 +108,7 @@ class BasePlan:
     @property
     def attention_kind(self) -> AttentionKind:
         """The attention's use of memory."""
-        if self.attention == VARLEN or self.attention.startswith("flash"):
+        if self.attention.startswith((VARLEN, "flash")):
             return "flash"
         if self.attention == FLEX:
             return "flex"

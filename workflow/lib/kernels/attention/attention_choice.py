@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 FLASH, VARLEN, FLEX = "flash_attention_2", "varlen", "flex"
-RECORDED_FLASH = "flash_recorded"  # of recordings, in place of a package
+RECORDED_FLASH = "varlen_recorded"  # of recordings, in place of a package
 FAMILY = "family"  # the model family's own
 FLEX_BLOCK = 128  # tokens of a block of flex's masks, as in torch
 OWN_SCORES = "this model's layers compute their scores themselves"
