@@ -232,12 +232,14 @@ def _record(config: Any, shape: Any, plan: StepPlan) -> dict[str, Any]:
 
 
 def main() -> None:
-    found = {} if "--anew" in sys.argv else dict(kept_work())
-    for key, record in _recordings():
-        if key not in found:
-            found[key] = record()
-            print(key, len(found), flush=True)
-            _write(found)
+    kept = {} if "--anew" in sys.argv else kept_work()
+    recordings = dict(_recordings())
+    found = {key: kept[key] for key in recordings.keys() & kept.keys()}
+    for key in recordings.keys() - kept.keys():
+        found[key] = recordings[key]()
+        print(key, len(found), flush=True)
+        _write(found)
+    _write(found)
 
 
 def _write(found: dict[str, Any]) -> None:

@@ -83,7 +83,7 @@ def test_host_memory_is_that_of_the_imagined_machine_and_told(tiny, words, statu
     assert said in " ".join(re.sub("[│\\n]", " ", answer.stderr).split())
 
 
-def test_no_package_is_assumed_on_an_imagined_machine(tiny):
+def test_attention_of_an_imagined_machine_is_told(tiny):
     answer = ask("--model", tiny, "--gpus", "4090", "--seq-len", "64", "--estimate")
     reason = "the fastest for this model"
     assert f"attention: varlen ({reason})" in answer.stderr
