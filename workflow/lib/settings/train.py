@@ -132,8 +132,9 @@ class ModelConfig(Section):
     attention: Literal[
         "auto", "eager", "sdpa", "varlen", "flex", "flash_attention_2", "flash_attention_3"
     ] = "auto"
-    """Attention implementation. `auto`: on GPUs flash_attention_2 if installed, else varlen (built
-    into torch) or flex (soft caps); on CPUs sdpa or eager."""
+    """Attention implementation. `auto`: on GPUs varlen (torch's FlashAttention, cuDNN, kernels of
+    this project); for soft caps flash_attention_2 if installed, else flex; on CPUs sdpa or
+    eager."""
     attention_dropout: Annotated[
         Literal[0, "family"], Affects(stages=("preflight_run", "finetune"))
     ] = 0
