@@ -106,10 +106,11 @@ def told(monkeypatch):
 
     def kernels(bounds, tokens, **arguments):
         noted.append({"bounds": bounds.tolist(), "tokens": tokens, **arguments})
-        return Kernels(lambda q, *_: (q, q[..., 0]), None, sums_dim=1)
+        return same
 
+    same = Kernels(lambda q, *_: (q, q[..., 0]), None, sums_dim=1)
     monkeypatch.setattr(packed_attention, "document_kernels", kernels)
-    monkeypatch.setattr(packed_attention, "varlen_attn", lambda query, *_, **__: query)
+    monkeypatch.setattr(packed_attention, "varlen_kernels", lambda *_, **__: same)
     monkeypatch.setattr(document_attention, "usable", lambda *_: True)
     return noted
 
@@ -290,7 +291,6 @@ def test_arguments_of_kernels_are_those_of_torch_s_operators(kind):
             *(bounds, bounds, TOKENS, TOKENS),
             scale=None,
             window=(-1, 0),
-            options={"enable_gqa": True},
         )
     else:
         sizes = [(2, heads, TOKENS, WIDTH) for heads in (4, 2, 2)]

@@ -66,16 +66,14 @@ def assert_same(result, expected):
         torch.testing.assert_close(result["gradients"][name], gradient, rtol=1e-3, atol=atol)
 
 
-def plain_varlen_attn(
-    q, k, v, bounds, *_,
-    scale, window_size, **__,
-):  # fmt: skip
-    """What torch's kernel does on a GPU: (tokens, heads, head_dim), document by document,
-    `window_size[0]` tokens back."""
+def plain_attention(kernels, q, k, v, **_):
+    """What torch's kernels do on a GPU: (tokens, heads, head_dim), document by document,
+    `window[0]` tokens back."""
+    bounds, scale, window = kernels
     outputs = []
     for start, stop in itertools.pairwise(bounds.tolist()):
         heads = [x[start:stop].transpose(0, 1)[None] for x in (q, k, v)]
-        back = window_size[0] if window_size[0] >= 0 else stop
+        back = window[0] if window[0] >= 0 else stop
         seen = torch.ones(stop - start, stop - start, dtype=torch.bool).tril().triu(-back)
         output = torch.nn.functional.scaled_dot_product_attention(
             *heads, attn_mask=seen, scale=scale, enable_gqa=True
@@ -90,7 +88,12 @@ def test_varlen_is_told_all_that_a_family_asks_of_its_attention(
 ):
     """The kernel is for GPUs, so its definition takes its place; an argument that it does not know
     would raise."""
-    monkeypatch.setattr(packed_attention, "varlen_attn", plain_varlen_attn)
+    monkeypatch.setattr(
+        packed_attention,
+        "varlen_kernels",
+        lambda bounds, *_, scale, window: (bounds, scale, window),
+    )
+    monkeypatch.setattr(packed_attention, "by_head_groups", plain_attention)
     training = adapted(base, attention="varlen", r=3)
     if fused:
         assert fuse_layers_(training.peft_model.get_base_model()) == FUSED[case]  # type: ignore[operator]

@@ -11,9 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
-from torch.nn.attention.varlen import varlen_attn
+from torch.nn.attention import varlen
 from transformers import AttentionInterface
 
 from workflow.lib.kernels.attention.answer_rows import document_starts
@@ -38,7 +36,6 @@ def varlen_kernels(
     *,
     scale: float | None,
     window: tuple[int, int],
-    options: dict[str, Any],
 ) -> Kernels:
     """Return torch's FlashAttention over packed documents, heads (tokens, heads, head_dim); the
     arguments are `varlen_attn`'s."""
@@ -47,7 +44,7 @@ def varlen_kernels(
 
     def forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Tensors:
         made: Tensors = varlen._varlen_attn(
-            query, key, value, *documents, causal, **kinds, **options
+            query, key, value, *documents, causal, **kinds, **GROUPED_HEADS
         )
         return made
 
@@ -89,7 +86,7 @@ FLATTENED = frozenset({VARLEN, FLASH, "flash_attention_3", RECORDED_FLASH})
 
 # torch 2.11 accepts fewer key than query heads by itself, newer releases need this option.
 GROUPED_HEADS: dict[str, Any] = (
-    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters else {}
 )
 
 
@@ -157,25 +154,14 @@ def varlen_attention(
             cu_seq_lens_q, len(q), scale=scaling, window=sliding_window, longest=max_length_q
         )
         return by_head_groups(kernels, q, k, v, groups=1, kept=kept)[None], None
-    output: Any = None
-    attend: Callable[..., torch.Tensor] | None = None
-    if in_head_groups or kept is not None:
-        attend = partial(by_head_groups, groups=GROUPS if in_head_groups else 1, kept=kept)
+    attend = partial(by_head_groups, groups=GROUPS if in_head_groups else 1, kept=kept)
+    output = None
     if alike and own_keys:
-        output = _equal_lengths_attention(
-            q, k, v, length=max_length_q, scaling=scaling, attend=attend
-        )
+        output = _equal_lengths_attention(q, k, v, length=max_length_q, scale=scaling, by=attend)
     if output is None:
-        both = cu_seq_lens_q, bounds, max_length_q, longest
         window = (-1 if sliding_window is None else sliding_window - 1, 0)
-        if attend is not None:
-            kernels = varlen_kernels(*both, scale=scaling, window=window, options=GROUPED_HEADS)
-            output = attend(kernels, q, k, v)
-        else:
-            output = varlen_attn(
-                *(q, k, v, *both), scale=scaling, window_size=window, **GROUPED_HEADS
-            )
-    assert isinstance(output, torch.Tensor)
+        both = cu_seq_lens_q, bounds, max_length_q, longest
+        output = attend(varlen_kernels(*both, scale=scaling, window=window), q, k, v)
     return output[None], None
 
 
@@ -190,24 +176,15 @@ def _equal_lengths_attention(
     v: torch.Tensor,
     *,
     length: int,
-    scaling: float | None,
-    attend: Callable[..., torch.Tensor] | None,
+    scale: float | None,
+    by: Callable[..., torch.Tensor],
 ) -> torch.Tensor | None:
     """Return causal attention (tokens, heads, head_dim) within documents of `length` tokens each by
-    cuDNN; None where cuDNN cannot be used. attend: by these kernels, in place of autograd's."""
-    queries, keys, values = (  # (documents, heads, length, head_dim)
-        x.unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v)
-    )
-    if not _cudnn_serves(queries, keys, values):
+    cuDNN; None where cuDNN cannot be used."""
+    heads = [x.unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v)]
+    if not _cudnn_serves(*heads):
         return None
-    if attend is not None:
-        output = attend(cudnn_kernels(scaling, length), queries, keys, values)
-        return output.transpose(1, 2).flatten(0, 1)
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        output = nn.functional.scaled_dot_product_attention(
-            queries, keys, values, is_causal=True, scale=scaling, enable_gqa=True
-        )
-    return output.transpose(1, 2).flatten(0, 1)
+    return by(cudnn_kernels(scale, length), *heads).transpose(1, 2).flatten(0, 1)
 
 
 def _cudnn_serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
