@@ -195,7 +195,7 @@ def test_plan_follows_the_settings():
     expected = setup(
         rank=7, dropout=0.1, targets=("v_proj",), block_size=128, double_quant=False,
         reshard_after_forward=False, accumulation_steps=8, fused_layers=True,
-        offload_embedding=True, cuda_graphs=True, fused_loss=True, attention="flash_attention_2",
+        offload_embedding=True, cuda_graphs=True, fused_loss=True, attention="varlen",
     )  # fmt: skip
     assert found == expected
 
