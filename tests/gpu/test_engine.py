@@ -50,9 +50,12 @@ def test_training_equals_a_stock_single_gpu_loop(tiny_base, enough_gpus, process
     check_against_stock(tiny_base, processes=processes, dtype=dtype)
 
 
-def test_training_with_wide_heads_equals_a_stock_single_gpu_loop(tmp_path, one_gpu):
-    """Heads that kernels of ours serve alone."""
-    base = quantized(tiny_llama(tmp_path / "original", head_dim=320), tmp_path / "nf4")
+@pytest.mark.parametrize("head_dim", [64, 320])
+def test_training_by_kernels_of_documents_equals_a_stock_single_gpu_loop(
+    tmp_path, one_gpu, head_dim
+):
+    """Short documents, and heads that nothing else serves."""
+    base = quantized(tiny_llama(tmp_path / "original", head_dim=head_dim), tmp_path / "nf4")
     check_against_stock(base, processes=one_gpu, dtype=torch.bfloat16, attention="varlen")
 
 

@@ -227,10 +227,11 @@ def test_sharded_graphs_of_weights_in_16_bits_are_bit_equal_too(in_16_bits, two_
     check_same_run(in_16_bits, ON_TWO[kind], processes=two_gpus)
 
 
-def test_graphs_of_wide_heads_are_bit_equal_too(tmp_path, one_gpu):
-    """Attention by kernels of ours, whose documents change from one replay to the next."""
-    wide = quantized(tiny_llama(tmp_path / "original", head_dim=320), tmp_path / "nf4")
-    check_same_run(wide, {}, processes=one_gpu)
+@pytest.mark.parametrize("head_dim", [64, 320])
+def test_graphs_of_kernels_of_documents_are_bit_equal_too(tmp_path, one_gpu, head_dim):
+    """Whose documents change from one replay to the next."""
+    model = quantized(tiny_llama(tmp_path / "original", head_dim=head_dim), tmp_path / "nf4")
+    check_same_run(model, {}, processes=one_gpu)
 
 
 @pytest.mark.parametrize("kind", ON_TWO)

@@ -95,6 +95,14 @@ def test_attention_counts_documents_of_unequal_lengths_by_their_squares(
     assert total(work, "forward", kinds.EQUAL) == 0
 
 
+def test_wide_heads_of_short_documents_have_a_rate_of_their_own(process):
+    config = CONFIG | {"head_dim": 320}
+    plan = replace(PLAN, seq_len=2048, documents_per_row=9.0, cuda_graphs=True)
+    work = process.record(config, plan, checked=False).work
+    assert total(work, "forward", kinds.WIDE) > 0
+    assert total(work, "forward", kinds.SHORT) == 0
+
+
 def test_decoding_reads_half_a_byte_and_writes_two_for_each_weight(plain):
     moved = total(plain, "forward", kinds.DECODE, "bytes")
     assert moved == pytest.approx(2.5 * LAYERS * WEIGHTS)

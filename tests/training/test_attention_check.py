@@ -1,5 +1,6 @@
 """That the attention of a training is compared with the family's own before the first step."""
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -35,6 +36,21 @@ def test_attention_that_does_what_the_family_does_passes(base, attention, seq_le
     assert check.passed
     assert check.detail.endswith(f"over {min(seq_len, 256)} tokens")
     assert float(check.detail.split()[1]) < 1e-5
+
+
+def test_row_has_as_many_more_documents_as_rows_of_the_training(base, monkeypatch):
+    """So that attention chooses the same kernels."""
+    training, rows, noted = adapted(base, attention="eager"), store(300), []
+    rows.position_ids[:] = np.arange(300) % 30
+    states = training.hidden_states
+
+    def hidden_states(ids, positions):
+        noted.append(positions)
+        return states(ids, positions)
+
+    monkeypatch.setattr(training, "hidden_states", hidden_states)
+    check_attention(training, rows, ALONE)
+    assert (noted[0] == 0).sum() == 3 + 10
 
 
 def uncapped(module, *heads_and_mask, softcap, **told):

@@ -10,6 +10,7 @@ from workflow.lib.kernels.attention import packed as packed_attention
 from workflow.lib.kernels.attention.attention_choice import AttentionNeeds, automatic_attention
 from workflow.lib.kernels.attention.document_attention import Seen, takes_documents
 from workflow.lib.kernels.attention.head_groups import GROUPS, Kernels, by_head_groups
+from workflow.lib.kernels.attention.kept_results import KeptResults
 from workflow.lib.kernels.attention.packed import (
     cudnn_kernels,
     document_bounds,
@@ -124,7 +125,10 @@ def attended(width, bounds, longest, **arguments):
     assert torch.equal(output[0], heads[0][0].transpose(0, 1))
 
 
-@pytest.mark.parametrize(("width", "ours"), [(128, True), (136, False), (256, False), (264, True)])
+@pytest.mark.parametrize(
+    ("width", "ours"),
+    [(56, False), (64, True), (128, True), (136, False), (256, False), (264, True)],
+)
 def test_varlen_hands_short_documents_and_wide_heads_to_kernels_of_ours(width, ours, told):
     """With the layer's bounds, scale and window."""
     attended(width, [0, 2, 6], 4, scaling=0.5, sliding_window=3)
@@ -144,6 +148,16 @@ def test_varlen_hands_short_documents_and_wide_heads_to_kernels_of_ours(width, o
 def test_documents_are_short_on_average(bounds, longest, arguments, ours, told):
     attended(64, bounds, longest, **arguments)
     assert len(told) == ours
+
+
+def test_short_documents_keep_results_too(told):
+    """A layer that is computed again gets what its first forward kept."""
+    kept = KeptResults()
+    first, again = kept.contexts()
+    with first:
+        attended(64, [0, 2, 6], 4, kept=kept)
+    with again, pytest.raises(AssertionError):
+        attended(64, [0, 2, 6], 4, kept=kept)  # of other heads than the first
 
 
 def test_kernels_that_cannot_be_built_leave_short_documents_to_flash_attention(told, monkeypatch):

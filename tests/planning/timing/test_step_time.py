@@ -40,9 +40,16 @@ def test_rings_over_replicas_share_the_network_of_a_node():
 
 H200 = BY_NAME["NVIDIA H200"]
 RATES = replace(
-    rates_of(H200), gap_s=0.0, flops={kinds.MATMUL: 1e12, kinds.EQUAL: 5e11}, memory=1e12,
-    decoding=2e12, launch_s=1e-3, pause_s=0.01, host=1e10, attention=4.0,
-)  # fmt: skip
+    rates_of(H200),
+    gap_s=0.0,
+    flops={kinds.MATMUL: 1e12, kinds.EQUAL: 5e11, kinds.SHORT: 5e11},
+    memory=1e12,
+    decoding=2e12,
+    launch_s=1e-3,
+    pause_s=0.01,
+    host=1e10,
+    attention=4.0,
+)
 GRAPHED = setup(processes=1, attention="varlen", cuda_graphs=True)
 LAUNCHED = replace(GRAPHED, cuda_graphs=False)
 FORWARD = {f"{kinds.MATMUL}@10": Amount(1e12, 0.0, 1.0)}  # 1 s
@@ -67,6 +74,11 @@ def test_attention_takes_its_bytes_beside_its_flop():
     """So that a FLOP of short documents takes longer."""
     work = Work({"forward": {f"{kinds.EQUAL}@10": Amount(1e12, 1e11, 1.0)}})
     assert parts(work)["attention"] == pytest.approx(2.0 + 4 * 0.1)
+
+
+def test_attention_of_short_documents_reads_its_bytes_once():
+    work = Work({"forward": {f"{kinds.SHORT}@3": Amount(1e12, 1e12, 1.0)}})
+    assert parts(work)["attention"] == pytest.approx(2.0 + 1.0)
 
 
 def test_kernels_of_the_optimizer_are_launched_in_half_the_time():

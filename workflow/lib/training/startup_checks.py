@@ -202,14 +202,15 @@ def check_attention(training: CausalLMForTraining, store: TokenStore, world: Wor
     """Compare the hidden states of packed documents with each document alone, by the
     family's own eager attention: each layer's addition to the same input, and with recurrent layers
     also the sum of all additions. If no row has two documents, one document before a padding tail.
-    The row is as long as any, so kernels for its length serve the training, too; rows that
-    processes share are cut off. Raises `UserError` if they differ. Collective."""
+    The row is as long as any and has as many other documents, so its kernels serve the training,
+    too; rows that processes share are cut off. Raises `UserError` if they differ. Collective."""
     seq_len = world.slice_tokens(store.seq_len)
     num_tokens = min(PACKED_TOKENS, seq_len)
     shares = PACKED_SHARES if _is_packed(store) else (1.0,)
     cuts = [round(num_tokens * share) for share in accumulate(shares, initial=0.0)]
     ids = torch.from_numpy(store.input_ids[:1, :seq_len].astype("int64")).to(world.device)
-    lengths = [stop - start for start, stop in pairwise([*cuts, seq_len])]
+    others = np.linspace(num_tokens, seq_len, 1 + _documents(store)).round().astype(int)
+    lengths = [stop - start for start, stop in pairwise([*cuts, *others.tolist()[1:]])]
     document_positions = [torch.arange(length, device=world.device)[None] for length in lengths]
     model: Any = training.peft_model.get_base_model()  # type: ignore[operator]
     layers = ComparedLayers(training, decoder_layers(model))
@@ -379,6 +380,11 @@ def _difference(values: torch.Tensor, reference: torch.Tensor) -> float:
     """Return the difference of hidden states, as a share of their size (root mean squares)."""
     difference, reference = values.float() - reference.float(), reference.float()
     return float(difference.square().mean().sqrt() / reference.square().mean().sqrt())
+
+
+def _documents(store: TokenStore) -> int:
+    """Return the mean documents of a row."""
+    return round((store.position_ids[:ROWS_LOOKED_AT] == 0).sum(axis=1).mean())
 
 
 def _is_packed(store: TokenStore) -> bool:

@@ -40,6 +40,8 @@ class Tile(NamedTuple):
 
 
 SHORT_DOCUMENT = 1024  # tokens, on average, up to which these kernels take heads of FlashAttention
+# Triton 3.6 compiles matmuls of fewer columns wrongly on Hopper (docs/log.md).
+NARROWEST_HEAD = 64
 NARROW_HEAD = 128
 NARROW_TILE = Tile(64, 32, 4, 3)
 """Of heads up to `NARROW_HEAD`: the fastest of 8 tried on an H200, or within 5% of it. It takes 80
@@ -278,8 +280,9 @@ def takes_documents(query: torch.Tensor, documents: int, *, alike: bool) -> bool
     tokens, _, width = query.shape
     if width > WIDEST_HEAD:
         return True
-    short = width <= NARROW_HEAD and not alike and tokens <= documents * SHORT_DOCUMENT
-    return short and usable(query.device, query.dtype, width)
+    served = NARROWEST_HEAD <= width <= NARROW_HEAD and not alike
+    short = tokens <= documents * SHORT_DOCUMENT
+    return served and short and usable(query.device, query.dtype, width)
 
 
 def usable(device: torch.device, dtype: torch.dtype, width: int) -> bool:
