@@ -1,6 +1,7 @@
 """Which attention a run gets, and what is refused. That no document sees another:
 `tests/training/test_families.py`."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,6 +19,7 @@ from workflow.lib.kernels.attention.packed import (
     varlen_attention,
     varlen_kernels,
 )
+from workflow.lib.kernels.attention.shared_prompts import SharedPrompts
 from workflow.lib.model.backends import resolve_training_attention
 from workflow.lib.system.errors import UserError
 
@@ -100,6 +102,9 @@ def test_heads_wider_than_those_of_flash_attention_are_for_kernels_of_ours():
         resolved("flex", needs=needs)
 
 
+SHARED = np.array([[0, 1, 2, 3, 2, 3]])  # positions of two answers to a prompt of two tokens
+
+
 @pytest.fixture
 def told(monkeypatch):
     """What kernels of the project are given; they and FlashAttention are for GPUs alone."""
@@ -143,6 +148,7 @@ def test_varlen_hands_short_documents_and_wide_heads_to_kernels_of_ours(width, o
         ([0, 1000, 2049], 1049, {}, False),  # 1,024 tokens on average at most
         ([0, 1024, 2048], 1024, {}, False),  # of one length: cuDNN's
         ([0, 1000, 2048], 1048, {"flash_alone": True}, False),
+        ([0, 4, 6], 4, {"shared_prompts": SharedPrompts.of(SHARED)}, False),  # more keys
     ],
 )
 def test_documents_are_short_on_average(bounds, longest, arguments, ours, told):
