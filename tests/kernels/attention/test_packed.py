@@ -301,6 +301,23 @@ def test_gradients_are_those_of_all_heads_at_once(heads, groups):
     assert seen == groups
 
 
+def test_all_heads_at_once_are_handed_on_without_copies():
+    """As autograd of torch does: cuDNN's outputs have other strides than its inputs' shapes."""
+    made, seen = [], []
+
+    def forward(query, *_):
+        made.append(query.mul(2.0).transpose(0, 1).contiguous().transpose(0, 1))
+        return made[0], query[..., 0]
+
+    def backward(grad, query, key, value, output, sums):
+        seen.append(output.data_ptr())
+        return grad, grad, grad
+
+    heads = torch.randn(3, TOKENS, 2, WIDTH).requires_grad_().unbind()
+    by_head_groups(Kernels(forward, backward, sums_dim=1), *heads, groups=1).sum().backward()
+    assert seen == [made[0].data_ptr()]
+
+
 @pytest.mark.parametrize("kind", ["varlen", "cudnn"])
 def test_arguments_of_kernels_are_those_of_torch_s_operators(kind):
     """On tensors without memory: operators check their arguments and make the shapes."""

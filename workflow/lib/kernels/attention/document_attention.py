@@ -162,9 +162,9 @@ def backward(
     scale: float | None,
     keys: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of query, key and value, contiguous, for `grad` of the output; both are
-    contiguous."""
+    """Return the gradients of query, key and value, contiguous, for `grad` of the output."""
     call = _Call.of((query, key, value), seen, scale, keys)
+    grad, output = grad.contiguous(), output.contiguous()
     sums = torch.empty_like(log_sums)
     call.sum_products(sums, grad, output)
     grad_query, grad_key, grad_value = (x.new_empty(x.shape) for x in call.inputs)

@@ -63,13 +63,8 @@ class _ByHeadGroups(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, output, sums, *others = ctx.saved_tensors
         if ctx.groups == 1:
-            return (
-                None,
-                None,
-                *ctx.kernels.backward(
-                    grads[0].contiguous(), query, key, value, output.contiguous(), sums, *others
-                ),
-            )
+            inputs = (grads[0], query, key, value, output, sums, *others)
+            return None, None, *ctx.kernels.backward(*inputs)
         made = [x.new_empty(x.shape) for x in (query, key, value)]
         ratio = query.shape[1] // key.shape[1]
         for start, stop in _groups(key.shape[1], ctx.groups):
