@@ -173,6 +173,11 @@ def test_kernels_that_cannot_be_built_leave_short_documents_to_flash_attention(t
     assert takes_documents(torch.empty(6, 4, 264), 2, alike=True), "nothing else has such heads"
 
 
+def test_wide_heads_are_for_kernels_of_ours_in_recordings_of_packages_too(told):
+    attended(264, [0, 2, 6], 4, flash_alone=True)
+    assert len(told) == 1
+
+
 def test_queries_with_wide_heads_see_their_document_and_window():
     """Bounds are repeated at the end where a CUDA graph has room for more documents."""
     bounds = torch.tensor([0, 3, 4, 9, 9, 9], dtype=torch.int32)

@@ -131,8 +131,8 @@ def varlen_attention(
     """Causal attention within documents, in the form of Transformers' attention functions. query:
     (1, heads, tokens, head_dim); key, value: (1, key_value_heads, tokens, head_dim). Returns (1,
     tokens, heads, head_dim) and no weights. in_head_groups: backward takes less memory; kept: see
-    `by_head_groups`; flash_alone: by FlashAttention 2. Raises `UserError` for arguments that it
-    cannot follow."""
+    `by_head_groups`; flash_alone: short documents by FlashAttention 2. Raises `UserError` for
+    arguments that it cannot follow."""
     others["chunked attention"] = mask_kind(module, sliding_window).chunk
     check_arguments(
         module, others, attention_mask=attention_mask, is_causal=is_causal, dropout=dropout,
@@ -148,8 +148,8 @@ def varlen_attention(
         bounds, longest = shared_prompts.bounds, shared_prompts.longest
     documents = cu_seq_lens_q.numel() - 1
     alike = documents * max_length_q == query.shape[2] and sliding_window is None
-    own_keys = shared_prompts is None and not flash_alone
-    if own_keys and takes_documents(q, documents, alike=alike):
+    own_keys = shared_prompts is None
+    if own_keys and takes_documents(q, documents, alike=alike or flash_alone):
         kernels = document_kernels(
             cu_seq_lens_q, len(q), scale=scaling, window=sliding_window, longest=max_length_q
         )
