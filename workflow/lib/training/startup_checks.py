@@ -384,7 +384,7 @@ def _difference(values: torch.Tensor, reference: torch.Tensor) -> float:
 
 def _documents(store: TokenStore) -> int:
     """Return the mean documents of a row."""
-    return round((store.position_ids[:ROWS_LOOKED_AT] == 0).sum(axis=1).mean())
+    return round(float((store.position_ids[:ROWS_LOOKED_AT] == 0).sum(axis=1).mean()))
 
 
 def _is_packed(store: TokenStore) -> bool:
