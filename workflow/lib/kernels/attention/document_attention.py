@@ -44,8 +44,8 @@ SHORT_DOCUMENT = 1024  # tokens, on average, up to which these kernels take head
 NARROWEST_HEAD = 64
 NARROW_HEAD = 128
 NARROW_TILE = Tile(64, 32, 4, 3)
-"""Of heads up to `NARROW_HEAD`: the fastest of 8 tried on an H200, or within 5% of it. It takes 80
-KiB of shared memory, so it fits all GPUs."""
+"""Of heads up to `NARROW_HEAD`: the fastest of 8 tried on an H200, or within 5% of it. Its operands
+are 80 KiB, so GPUs with 99 KiB of shared memory have room."""
 KEY_GRADIENT_TILE = Tile(16, 32, 4, 2)
 TILES = {
     200: {
