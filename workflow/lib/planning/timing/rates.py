@@ -93,7 +93,7 @@ _FLOPS = {
     kinds.EQUAL: 526e12,
     kinds.BROAD: 444e12,
     kinds.FLEX: 151e12,
-    # of the kernels alone, nine kinds of documents of 16,384 tokens; no step has them yet
+    # of the kernels alone (H200, 2026-11-30), nine lists of documents; no step was timed with them
     kinds.SHORT: 474e12,
     kinds.WIDE: 70.2e12,
     kinds.MASKED: 153e12,
