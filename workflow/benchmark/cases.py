@@ -108,6 +108,9 @@ class PeerSettings(Section):
     """Answers of a micro-batch, where the case has groups."""
     by_length: bool = False
     """Pairs in the order of their lengths, which leaves the least padding."""
+    stored_reference: bool = True
+    """Of pairs: the reference's log-probabilities are computed before the first step, not in each,
+    as TRL does by default."""
 
     @model_validator(mode="after")
     def _unsloth_alone(self) -> "PeerSettings":

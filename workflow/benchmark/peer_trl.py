@@ -303,7 +303,8 @@ def arguments(
         accumulated = job.groups * ANSWERS // (batch * int(os.environ["WORLD_SIZE"]))
     elif job.pairs is not None:
         kind = DPOConfig
-        options |= {"precompute_ref_log_probs": True, "beta": config.preferences.beta or BETA}
+        options |= {"precompute_ref_log_probs": job.peer["stored_reference"]}
+        options |= {"beta": config.preferences.beta or BETA}
         del options["packing"]
         options |= {"train_sampling_strategy": "sequential"} if job.peer["by_length"] else {}
         batch = job.peer["pairs"]
