@@ -16,6 +16,7 @@ from tests.support.kernel_cases import (
     act_and_mul_results,
     decoded,
     droppings,
+    lengthened_values,
     lengthenings,
     norms,
     rotations,
@@ -81,6 +82,7 @@ ROUNDED = {
     "parts of low rank": (sums_with_low_rank, [*SIXTEEN_BITS, FP32], 2**-7, 1e-4),
     "sums of a token's rows": (sums_by_token, [torch.bfloat16, FP32], 2**-8, 1e-6),
     "norms": (norms, [torch.bfloat16, FP32], 2**-7, 1e-4),
+    "row lengths": (lengthened_values, [*SIXTEEN_BITS, FP32], 0.0, 0.0),
     "short convolutions": (convolutions, [*SIXTEEN_BITS, FP32], 2**-7, 1e-5),
     "gated norms": (gated_norms, [*SIXTEEN_BITS, FP32], 2**-7, 1e-4),
 }

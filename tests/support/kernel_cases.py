@@ -18,6 +18,7 @@ from workflow.lib.kernels.rows.gating import (
     act_and_mul,
     act_and_mul_backward_,
     add_low_rank_,
+    lengthen,
     lengthen_backward,
     lengthened_act_and_mul_backward_,
 )
@@ -170,6 +171,21 @@ def droppings(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
         drop.kernel(rows, rows, drawn)
         results += [rows.cpu(), expected, added.cpu(), (total.cpu() + expected)]
     return results
+
+
+def lengthened_values(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
+    """Return values times a factor for each column, each followed by the same in fp32: of a tensor,
+    and in place of a half of one. A row has several programs."""
+    draw = torch.Generator().manual_seed(0)
+    values = torch.randn(3, 5000, generator=draw).to(device, dtype)
+    factor = (torch.rand(2500, generator=draw) + 0.5).to(device)
+    other, half = values.chunk(2, dim=1)
+    untouched, apart, expected = other.clone(), half.clone(), half.float() * factor
+    return [
+        *(lengthen.kernel(torch.empty_like(apart), apart, factor), expected),
+        *(lengthen.kernel(half, half, factor), expected),
+        *(other, untouched),
+    ]
 
 
 def lengthenings(

@@ -29,6 +29,7 @@ PAIRS = (
     (cases.rotations, 1e-5, 1e-5),
     (cases.sums_by_token, 1e-6, 1e-6),
     (cases.norms, 1e-5, 1e-5),
+    (cases.lengthened_values, 1e-6, 1e-6),
     (recurrences.convolutions, 1e-5, 1e-5),
     (recurrences.gated_norms, 1e-5, 1e-4),
 )

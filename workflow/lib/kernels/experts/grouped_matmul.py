@@ -163,7 +163,9 @@ def _weights_by_kernel(
     num_experts, rank, num_columns = out.shape
     values = right.values.contiguous()
     ranks = min(MOST_RANKS, max(16, power_of_two(rank)))
-    grid = (-(-num_columns // SUM_TILE["columns"]), num_experts, -(-rank // ranks))
+    # Neighbouring programs are of neighbouring experts, which alternate in the gradient of B, so
+    # that a cache joins what they write.
+    grid = (num_experts, -(-num_columns // SUM_TILE["columns"]), -(-rank // ranks))
     launch(
         "experts.weights_matmul", grid, out, left, values, routing.order, routing.ends,
         num_columns, rank, routing.top_k, left.stride(0), values.stride(0), *out.stride(), scale,

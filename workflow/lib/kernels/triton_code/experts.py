@@ -159,8 +159,8 @@ def weights_matmul(
 ):  # fmt: skip
     """Some columns of the sum over one expert's rows of the outer products of left (R, rank) and
     right (R, num_columns), times `scale`; by_token: the rows of `right` are tokens'."""
-    column = tl.program_id(0) * columns + tl.arange(0, columns)
-    expert = tl.program_id(1).to(tl.int64)
+    expert = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * columns + tl.arange(0, columns)
     number = tl.program_id(2) * ranks + tl.arange(0, ranks)
     start = tl.load(ends + expert - 1, mask=expert > 0, other=0)
     stop = tl.load(ends + expert)

@@ -37,6 +37,10 @@ from workflow.lib.model.layers.frozen_stack import FrozenStack
 from workflow.lib.model.layers.lora_linear import FusedLoraLinear
 from workflow.lib.system.device_types import GPUS
 
+# Read at a time where the experts of B alternate: a GPU's cache holds it until all are read. Rank
+# 256 of 128 experts: 0.4 ms in place of 0.8 to 1.5 (H200, 2026-11-30).
+CAST_BYTES = 32 * 2**20
+
 
 class FusedLoraStack(FusedLoraLinear):
     """Adapters of all experts of a stack; `expert_matmul` computes them."""
@@ -153,7 +157,10 @@ def _cast(weight: torch.Tensor, layer: FusedLoraStack, dtype: torch.dtype) -> to
     if weight.device.type in GPUS:
         shape[rank_dim] = -(-rank // ROW_UNIT) * ROW_UNIT
     cast = weight.new_zeros(shape, dtype=dtype)
-    cast.narrow(rank_dim, 0, rank).copy_(by_expert)
+    filled = cast.narrow(rank_dim, 0, rank)
+    rows = shape[1] if is_a else max(1, CAST_BYTES * shape[1] // weight.nbytes)
+    for part, source in zip(filled.split(rows, dim=1), by_expert.split(rows, dim=1), strict=True):
+        part.copy_(source)
     if casts is not None:
         casts[key] = cast
     return cast

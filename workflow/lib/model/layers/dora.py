@@ -45,7 +45,7 @@ def lengthened(direction: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
 class _Lengthened(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, direction: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-        y = torch.mul(direction, factor, out=torch.empty_like(direction))
+        y = gating.lengthen(torch.empty_like(direction), direction, factor)
         ctx.save_for_backward(y, factor)
         return y
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from workflow.lib.kernels.rows.dropout import Draw, drop, drop_, dropped
-from workflow.lib.kernels.rows.gating import LowRank, add_low_rank_, no_part
+from workflow.lib.kernels.rows.gating import LowRank, add_low_rank_, lengthen, no_part
 from workflow.lib.model.layers.adapter_dropout import Casts
 from workflow.lib.model.layers.dora import lengthen_backward
 from workflow.lib.model.layers.frozen_linear import (
@@ -113,7 +113,7 @@ def values(
     made, shared = [], operand(x, linears[0].base)
     for linear, part, factor in zip(linears, _parts(linears, low), factors, strict=True):
         y = _value(linear, shared, part, dtype=x.dtype, bias=factor is None)
-        made.append(y if factor is None else y.mul_(factor))
+        made.append(y if factor is None else lengthen(y, y, factor))
     return made
 
 
