@@ -183,6 +183,7 @@ def lengthened_values(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
     untouched, apart, expected = other.clone(), half.clone(), half.float() * factor
     return [
         *(lengthen.kernel(torch.empty_like(apart), apart, factor), expected),
+        *(lengthen.kernel(torch.empty_like(apart), half, factor), expected),
         *(lengthen.kernel(half, half, factor), expected),
         *(other, untouched),
     ]

@@ -41,16 +41,18 @@ LATEST = {
     "bbd690b",
     "505011a",
     "a6d0370",
+    "c21041c",
+    "ba0ed26",
 }
 ONE_PROCESS = LATEST | {"2986d7a", "ebf624b", "0d0e7fd", "0223b86", "e477513", "fe03f01"}
 # Of several these: each gathers packed weights into one buffer, and adapters in the compute dtype.
 SEVERAL_PROCESSES = {"c4c4967", "3a56d7c", "5541524", "83d0a13", "bbd690b", "505011a", "a6d0370"}
 # Stacks of experts are decoded by slices of 512 MiB.
-MIXTURES = {"a348f07", "5d4797b", "98fd0ae"}
+MIXTURES = {"a348f07", "5d4797b", "98fd0ae", "c21041c", "ba0ed26"}
 NO_LONGER_OFFERED = {("products", "int8"), ("saved_activations", "float8")}
 WIDE_HEADS = {"10ff93b"}  # by kernels
 FLASH_ALONE = {"a4e909a", "a6d0370"}  # short documents by FlashAttention
-ALL_BY_GRAPHS = {"a6d0370"}
+ALL_BY_GRAPHS = {"a6d0370", "c21041c", "ba0ed26"}
 GEMMA_NORMS = {"f30dae5", "ae05c00", "1421c0a", "98fd0ae"} | WIDE_HEADS
 # They ran without graphs, in processes that had captured some: cuBLAS' workspaces of captures, 64
 # MiB, were still there, and all five are that much above their recordings.

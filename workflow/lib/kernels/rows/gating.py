@@ -270,12 +270,11 @@ def _lengthened_by_kernel(
 ) -> torch.Tensor:
     width = out.shape[-1]
     columns = min(SCALED_COLUMNS, power_of_two(width))
-    assert out.stride() == direction.stride(), "the kernel knows one distance of rows"
-    rows = out.view(-1, width)
-    assert rows.stride(1) == 1, "the kernel reads columns one after the other"
+    rows, directions = (x.view(-1, width) for x in (out, direction))
+    assert rows.stride(1) == directions.stride(1) == 1, "the kernel reads columns one by one"
     launch(
-        "elementwise.lengthen", (len(rows), -(-width // columns)), out, direction, factor,
-        rows.stride(0), width, columns=columns, num_warps=WARPS,
+        "elementwise.lengthen", (len(rows), -(-width // columns)), rows, directions, factor,
+        rows.stride(0), directions.stride(0), width, columns=columns, num_warps=WARPS,
     )  # fmt: skip
     return out
 

@@ -116,15 +116,18 @@ def lengthened_act_and_mul_backward(
 
 
 @triton.jit
-def lengthen(out, direction, factor, row_distance, width, columns: tl.constexpr):
-    """Scale some columns of one row; rows of `out` and `direction` begin `row_distance` elements
+def lengthen(
+    out, direction, factor, out_distance, direction_distance, width, columns: tl.constexpr
+):
+    """Scale some columns of one row; rows begin `out_distance` and `direction_distance` elements
     apart."""
+    row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * columns + tl.arange(0, columns)
     inside = column < width
-    at = tl.program_id(0).to(tl.int64) * row_distance + column
-    value = tl.load(direction + at, mask=inside, other=0.0).to(tl.float32)
-    value *= tl.load(factor + column, mask=inside, other=0.0)
-    tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
+    value = tl.load(direction + row * direction_distance + column, mask=inside, other=0.0)
+    value = value.to(tl.float32) * tl.load(factor + column, mask=inside, other=0.0)
+    at = out + row * out_distance + column
+    tl.store(at, value.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
