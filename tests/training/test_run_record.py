@@ -124,11 +124,11 @@ def test_a_line_a_minute_tells_progress_where_no_terminal_has_a_bar(tmp_path, ca
             clock["s"] = now
             heldout = {2: 4.25}.get(step)
             update = {"step": step, "elapsed_s": float(step), "heldout_loss": heldout}
-            journal.add(METRICS.model_copy(update=update))
+            journal.add(METRICS.model_copy(update=update), coming_s=2.0 / step)
     assert [x.getMessage() for x in caplog.records if "tokens/s" in x.getMessage()] == [
-        "step 1 of 201: loss 5.000, |g| 1.50, 184 tokens/s, 1.00 GiB, about 3 min 20 s left",
+        "step 1 of 201: loss 5.000, |g| 1.50, 184 tokens/s, 1.00 GiB, about 6 min 40 s left",
         "step 3 of 201: loss 5.000, held-out 4.250, |g| 1.50, 184 tokens/s, 1.00 GiB, "
-        "about 3 min 18 s left",
+        "about 2 min 12 s left",
     ]
 
 
@@ -148,9 +148,8 @@ def journals(world, folder):
         )
         found["skipped"] = journal.skipped
         for step in range(first + 1, 6):
-            journal.add(
-                METRICS.model_copy(update={"step": step, "elapsed_s": step / 2 + 10 * number})
-            )
+            update = {"step": step, "elapsed_s": step / 2 + 10 * number}
+            journal.add(METRICS.model_copy(update=update), coming_s=0.5)
     if world.is_main:
         journal.copy_to(folder / "copy.jsonl")
     found["end"] = journal.clock

@@ -62,3 +62,13 @@ def test_parts_and_steps_are_what_the_clock_says(monkeypatch):
 
 def test_start_without_a_step_has_no_measured_step():
     assert TimeWatch(3.0, 2, EVERY).document()["measured_step_s"] is None
+
+
+@pytest.mark.parametrize(("predicted_s", "first"), [(0.5, 0.5), (None, 100.0)])
+def test_coming_steps_take_what_is_predicted_until_a_second_one_is_measured(predicted_s, first):
+    """The first compiles and captures."""
+    watch = TimeWatch(predicted_s, 100, EVERY)
+    watch.after_step(100.0, step=1)
+    assert watch.coming_s == first
+    watch.after_step(2.0, step=2)
+    assert watch.coming_s == 2.0

@@ -205,7 +205,7 @@ def train(
             ):
                 logger.info("%s", message)
             metrics = with_heldout_loss(metrics, state)
-            if journal.add(metrics):
+            if journal.add(metrics, coming_s=watch.coming_s):
                 show(metrics.as_json())
             if state.best is not None and metrics.heldout_loss is not None:
                 state.best.offer(training, loss=metrics.heldout_loss, step=metrics.step)

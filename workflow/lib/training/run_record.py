@@ -84,6 +84,11 @@ class TimeWatch:
         """Median seconds of a step, without the first one."""
         return statistics.median(self.steps_s[1:] or self.steps_s)
 
+    @property
+    def coming_s(self) -> float:
+        """Seconds of a coming step: after one step, which compiles, those predicted."""
+        return self.predicted_s if self.predicted_s and len(self.steps_s) < 2 else self.step_s
+
     def after_step(self, seconds: float, *, step: int) -> str | None:
         """Note a step's seconds; after ten steps return once the error of the forecast, or None for
         at most 10%. step: counts from 1, over all starts."""
@@ -164,13 +169,14 @@ class Journal:
         self.graphs_off: str | None = None
         """Why micro-batches of this start were no CUDA graphs any more."""
 
-    def add(self, metrics: Step) -> bool:
+    def add(self, metrics: Step, *, coming_s: float) -> bool:
         """Record a step: to disk every `log_every` steps, at the first and with a held-out loss; to
-        the log every `LINE_S`. Return whether it was written to disk."""
+        the log every `LINE_S`. Return whether it was written to disk. coming_s: seconds of each
+        step that is left."""
         self.step = metrics.step
         self.clock = self.clock.at(metrics.elapsed_s, processes=self._world.size)
         measured = metrics.heldout_loss is not None
-        self._log(metrics)
+        self._log(metrics, left_s=(self._num_steps - metrics.step) * coming_s)
         if metrics.step % self._log_every and metrics.step != 1 and not measured:
             return False
         self.rows.append(metrics.as_json())
@@ -182,11 +188,10 @@ class Journal:
             file.write(checked_line(metrics.as_json()))
         return True
 
-    def _log(self, metrics: Step) -> None:
+    def _log(self, metrics: Step, *, left_s: float) -> None:
         if not self._world.is_main or time.monotonic() - self._last_line_s < LINE_S:
             return
         self._last_line_s = time.monotonic()
-        left_s = metrics.elapsed_s / metrics.step * (self._num_steps - metrics.step)
         if metrics.heldout_loss is None and self.heldout:
             metrics = metrics.model_copy(update={"heldout_loss": self.heldout[-1]})
         logger.log(
