@@ -41,8 +41,8 @@ FILE = FOLDER / "work.json.gz"
 SINCE = "2026-11-24T23"  # the engine's kernels of experts, norms and matmuls in 8 bits
 # Of other code: a recurrence by its family's, and heads of odd sizes in one matmul.
 OTHERWISE = ("_family_code", "_slow_head")
-# Since our operations compute their recurrences.
-RECURRENT_SINCE = "2026-11-25T22:40"
+# Since our operations compute their recurrences, and their norms of queries and keys copy nothing.
+RECURRENT_SINCE = "2026-11-26T10:16:59"
 # Since then a pass by the start's values does not wait for the GPU.
 PAGE_LOCKED = "2026-11-30T03:52"
 FEWEST_STEPS = 3  # a first one compiles, and a last one was launched ahead
