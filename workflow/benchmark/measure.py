@@ -142,7 +142,7 @@ def _train(job: Job, config: RunConfig, world: World, observed: Observed, pulse:
     if world.device.type == "cuda":  # without those of the case before
         torch.cuda.reset_peak_memory_stats()
     model = _load(job, config, world, observed)
-    if job.pairs is not None:
+    if job.pairs is not None and not plan.start_reference:
         store = store.with_scores(_ScoresOfStart.of(model.training, store, world))
     if job.check_bytes:
         observed.checks = startup_checks(model, store, Checkpoint(Path(job.base)), world)
