@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.expert_kernel_cases import float8_matmuls, gates, matmuls, sums
+from tests.support.expert_kernel_cases import float8_matmuls, gates, matmuls, sums, transpositions
 from tests.support.mixtures import tiny_mixture
 from tests.support.models import adapted, quantized
 
@@ -67,6 +67,7 @@ def test_kernels_compute_what_the_loop_over_experts_does(dtype):
         sums(columns=200, rank=14, num_tokens=300, **there),
         sums(columns=200, rank=70, num_tokens=300, **there),
         gates(width=768, num_tokens=50, **there),
+        transpositions(**there),
     ):
         for ours, expected in pairs:
             largest = float(expected.abs().max())

@@ -20,6 +20,7 @@ from workflow.lib.kernels.experts.grouped_matmul import (
     route,
     row_tiles,
     rows_matmul,
+    transposed,
     weights_matmul,
 )
 from workflow.lib.kernels.rows.gating import ACTIVATIONS
@@ -92,6 +93,15 @@ def sums(*, columns: int, rank: int, num_tokens: int, dtype: torch.dtype, device
         yield weights_matmul(as_a, *moved, 0.5), expected
         as_b = torch.full((columns, rank, EXPERTS), 9.0, device=device).permute(2, 1, 0)
         yield weights_matmul(as_b, *moved, 0.5), expected
+
+
+def transpositions(*, dtype: torch.dtype, device: str) -> Pairs:
+    """Yield transposed matrices, of several squares and of parts, in a type."""
+    draw = torch.Generator().manual_seed(3)
+    for shape in ((130, 3), (64, 128), (5, 200)):
+        x = torch.randn(shape, generator=draw)
+        out = torch.empty(shape[::-1], dtype=dtype, device=device)
+        yield transposed.kernel(out, x.to(device)), x.t().to(dtype).float()
 
 
 class Clamped:

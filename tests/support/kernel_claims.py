@@ -109,6 +109,7 @@ def experts() -> None:
         made.sums(columns=150, rank=3, num_tokens=150, **THERE),
         made.sums(columns=20, rank=70, num_tokens=5, **THERE),
         made.gates(width=1100, num_tokens=5, **THERE),
+        made.transpositions(**THERE),
         made.float8_matmuls(width=192, columns=320, num_tokens=40, device="cpu", interpreted=True),
     ):
         for ours, expected in case:

@@ -187,19 +187,6 @@ def test_cut_weights_give_the_same(monkeypatch):
     assert_same(pair)
 
 
-@torch.no_grad()
-def test_adapters_are_cast_in_parts_that_a_cache_holds(monkeypatch):
-    """B of 4 experts, a part for every row."""
-    layer = Pair("gpt_oss").experts.gate_up_proj
-    assert isinstance(layer, FusedLoraStack)
-    whole = [*expert_products.stack_of(layer, bias=None, dtype=torch.bfloat16).adapter[:2]]
-    monkeypatch.setattr(expert_products, "CAST_BYTES", 1)
-    parts = expert_products.stack_of(layer, bias=None, dtype=torch.bfloat16).adapter
-    assert all(map(torch.equal, parts[:2], whole))
-    b = layer.fused_weights()[1].view(-1, RANK, EXPERTS)
-    assert torch.equal(parts.b, b.permute(2, 0, 1).bfloat16())
-
-
 def test_grouped_products_of_gpus_give_the_same(pair, monkeypatch):
     """By torch's own grouped matmul, which CPUs have too; ranks are filled up to whole units."""
     monkeypatch.setattr(expert_products, "GPUS", frozenset({"cpu"}))

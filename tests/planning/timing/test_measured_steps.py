@@ -6,6 +6,7 @@ import pytest
 from tests.support.measurements import measured_lines
 from tests.support.recorded_work import kept_work, measured_steps, recorded
 from tests.support.time_fit import GROUPS, group_of, summary
+from workflow.lib.settings.optimizer_kinds import OPTIMIZERS
 
 STEPS = measured_steps()
 # Median, 90%, worst. Python's speed differs from host to host, and so do copies to a host's memory.
@@ -38,11 +39,19 @@ def _told(step):
     return spread.least_s <= each_s <= spread.most_s
 
 
-def test_range_of_nearly_all_steps_by_graphs_is_within_13_percent():
-    """Small ones wait for the optimizer's launches."""
-    by_graphs = [step.spread() for step in STEPS if group_of(step) == GROUPS[0]]
-    narrow = [spread.most_s / spread.least_s < 1.13**2 + 1e-3 for spread in by_graphs]
-    assert sum(narrow) >= 0.95 * len(narrow)
+def test_range_of_nearly_all_steps_that_wait_for_no_host_is_within_13_percent():
+    """Python launches references and 8-bit updates, and an update of the smallest model takes as
+    long as its graph."""
+    alone = [
+        step.spread()
+        for step in STEPS
+        if group_of(step) == GROUPS[0]
+        and step.plan.forward_passes == 1
+        and OPTIMIZERS[step.plan.optimizer].device_decides
+    ]
+    narrow = [spread.most_s / spread.least_s < 1.13**2 + 1e-3 for spread in alone]
+    assert len(narrow) >= 200
+    assert sum(narrow) >= 0.99 * len(narrow)
 
 
 def test_all_steps_together_are_within_what_a_plan_is_chosen_by():

@@ -159,8 +159,8 @@ def weights_matmul(
 ):  # fmt: skip
     """Some columns of the sum over one expert's rows of the outer products of left (R, rank) and
     right (R, num_columns), times `scale`; by_token: the rows of `right` are tokens'."""
-    expert = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * columns + tl.arange(0, columns)
+    column = tl.program_id(0) * columns + tl.arange(0, columns)
+    expert = tl.program_id(1).to(tl.int64)
     number = tl.program_id(2) * ranks + tl.arange(0, ranks)
     start = tl.load(ends + expert - 1, mask=expert > 0, other=0)
     stop = tl.load(ends + expert)
@@ -190,6 +190,17 @@ def weights_matmul(
     )
     inside_tile = (column < num_columns)[:, None] & (number < rank)[None, :]
     tl.store(at, total * scale, mask=inside_tile)
+
+
+@triton.jit
+def transpose(out, x, num_rows, num_columns, size: tl.constexpr):
+    """A square of x (num_rows, num_columns), transposed."""
+    row = tl.program_id(0).to(tl.int64) * size + tl.arange(0, size)
+    column = tl.program_id(1).to(tl.int64) * size + tl.arange(0, size)
+    inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+    values = tl.load(x + row[:, None] * num_columns + column[None, :], mask=inside, other=0.0)
+    at = out + column[:, None] * num_rows + row[None, :]
+    tl.store(at, tl.trans(values).to(out.dtype.element_ty), mask=tl.trans(inside))
 
 
 @triton.jit

@@ -31,15 +31,12 @@ from workflow.lib.kernels.experts.grouped_matmul import (
     Update,
     Weights,
     rows_matmul,
+    transposed,
     weights_matmul,
 )
 from workflow.lib.model.layers.frozen_stack import FrozenStack
 from workflow.lib.model.layers.lora_linear import FusedLoraLinear
 from workflow.lib.system.device_types import GPUS
-
-# Read at a time where the experts of B alternate: a GPU's cache holds it until all are read. Rank
-# 256 of 128 experts: 0.4 ms in place of 0.8 to 1.5 (H200, 2026-11-30).
-CAST_BYTES = 32 * 2**20
 
 
 class FusedLoraStack(FusedLoraLinear):
@@ -147,20 +144,16 @@ def _cast(weight: torch.Tensor, layer: FusedLoraStack, dtype: torch.dtype) -> to
     if casts is not None and key in casts:
         return casts[key]
     experts, is_a = layer.stack().num_experts, weight is layer.fused_weights()[0]
-    by_expert = (
-        weight.view(experts, -1, weight.shape[1])
-        if is_a
-        else weight.view(weight.shape[0], -1, experts).permute(2, 0, 1)
-    )
+    if is_a:
+        cast = weight.to(dtype, copy=True).view(experts, -1, weight.shape[1])
+    else:
+        alternating = weight.view(-1, experts)
+        cast = transposed(weight.new_empty(alternating.shape[::-1], dtype=dtype), alternating)
+        cast = cast.view(experts, weight.shape[0], -1)
     rank_dim = 1 if is_a else 2
-    rank, shape = by_expert.shape[rank_dim], list(by_expert.shape)
-    if weight.device.type in GPUS:
-        shape[rank_dim] = -(-rank // ROW_UNIT) * ROW_UNIT
-    cast = weight.new_zeros(shape, dtype=dtype)
-    filled = cast.narrow(rank_dim, 0, rank)
-    rows = shape[1] if is_a else max(1, CAST_BYTES * shape[1] // weight.nbytes)
-    for part, source in zip(filled.split(rows, dim=1), by_expert.split(rows, dim=1), strict=True):
-        part.copy_(source)
+    lacking = -cast.shape[rank_dim] % ROW_UNIT
+    if lacking and weight.device.type in GPUS:
+        cast = nn.functional.pad(cast, (0, 0, 0, lacking) if is_a else (0, lacking))
     if casts is not None:
         casts[key] = cast
     return cast
@@ -235,6 +228,7 @@ def adapter_gradients(
     sums = low.new_empty(0, dtype=torch.float32)
     grad_a = sums.new_empty(experts, rank, stack.base.in_features)
     weights_matmul(grad_a, grad_low, rows, routing, 1.0)
-    grad_b = sums.new_empty(stack.base.expert_rows, rank, experts)
-    weights_matmul(grad_b.permute(2, 1, 0), low, grad, routing, stack.adapter.scale)
-    return [grad_a.flatten(0, 1), grad_b.flatten(1)]
+    grad_b = sums.new_empty(experts, stack.base.expert_rows, rank)
+    weights_matmul(grad_b.transpose(1, 2), low, grad, routing, stack.adapter.scale)
+    alternating = transposed(sums.new_empty(grad_b[0].numel(), experts), grad_b.flatten(1))
+    return [grad_a.flatten(0, 1), alternating.view(stack.base.expert_rows, -1)]
