@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support.ops import all_ops, variants_in_fp32
 from workflow.lib import kernels
-from workflow.lib.kernels.kernel_launch import INSTALLED
+from workflow.lib.kernels.kernel_launch import INSTALLED, launch
 from workflow.lib.kernels.op import OPS, Decision, Key, Op, gradients_alone
 
 CPU = torch.device("cpu")
@@ -29,6 +29,12 @@ def test_kernels_compute_what_their_references_do():
     command = [sys.executable, "-m", "tests.support.kernel_claims"]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
+
+
+def test_grid_that_a_gpu_refuses_is_not_launched():
+    """The first axis may have 2^31 programs, the others 65,535; found by a recording, too."""
+    with pytest.raises(AssertionError, match=r"experts\.gated: a GPU refuses \(1, 65536\)"):
+        launch("experts.gated", (1, 2**16), torch.empty(1))
 
 
 def test_launched_kernels_are_those_of_the_triton_code():

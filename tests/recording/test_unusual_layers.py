@@ -6,6 +6,7 @@ import pytest
 from tests.support.families import RECURRENT
 from tests.support.other_decoders import config_of
 from tests.support.preflight_examples import setup
+from workflow.lib.model.architecture.shipped_shapes import known_config
 from workflow.lib.planning.memory.allocation_tape import EMPTY_CACHE
 
 LIMIT = 128
@@ -47,6 +48,16 @@ def test_soft_caps_of_flash_attention_are_recorded(process):
     )  # fmt: skip
     tape = process.record(config_of("gemma2"), levers, checked=False)
     assert "forward" in tape.events
+
+
+def test_wide_adapters_of_wide_experts_have_grids_that_gpus_take(process):
+    """Mixtral's B at rank 256: 7.3 million rows by expert."""
+    mixtral = known_config("mistralai/Mixtral-8x7B-v0.1")
+    assert mixtral is not None
+    targets = ("gate_up_proj", "down_proj")
+    levers = setup(seq_len=64, micro_batch_size=1, processes=1, rank=256, targets=targets)
+    tape = process.record(mixtral | {"num_hidden_layers": 1}, levers, checked=False, whole=True)
+    assert "backward" in tape.events
 
 
 @pytest.mark.parametrize("documents_per_row", [1.0, 5.0])

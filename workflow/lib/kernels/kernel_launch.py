@@ -23,6 +23,7 @@ LAUNCHED = torch.ops.workflow.launched.default
 
 INSTALLED = importlib.util.find_spec("triton") is not None
 WARPS = 4
+MOST_PROGRAMS = 65_535  # along the second and third axis of a grid (CUDA)
 
 
 def launch(
@@ -36,6 +37,7 @@ def launch(
     """Start a kernel, `module.function` of `triton_code`, that writes to `out` and perhaps to other
     arguments. All are allocated before: kernels allocate nothing. A recorded device computes
     nothing. flop: of its matmuls; 0 for a kernel whose memory traffic decides its time."""
+    assert all(count <= MOST_PROGRAMS for count in grid[1:]), f"{kernel}: a GPU refuses {grid}"
     if out.device.type == RECORDED:
         tensors = [x for x in (out, *arguments) if isinstance(x, torch.Tensor)]
         LAUNCHED(tensors, kernel, flop)

@@ -86,7 +86,7 @@ class TimeWatch:
 
     @property
     def coming_s(self) -> float:
-        """Seconds of a coming step: after one step, which compiles, those predicted."""
+        """Seconds of a coming step: as predicted until a second is measured; the first compiles."""
         return self.predicted_s if self.predicted_s and len(self.steps_s) < 2 else self.step_s
 
     def after_step(self, seconds: float, *, step: int) -> str | None:

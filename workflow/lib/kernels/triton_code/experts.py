@@ -195,8 +195,9 @@ def weights_matmul(
 @triton.jit
 def transpose(out, x, num_rows, num_columns, size: tl.constexpr):
     """A square of x (num_rows, num_columns), transposed."""
-    row = tl.program_id(0).to(tl.int64) * size + tl.arange(0, size)
-    column = tl.program_id(1).to(tl.int64) * size + tl.arange(0, size)
+    across = tl.cdiv(num_columns, size)
+    row = (tl.program_id(0) // across).to(tl.int64) * size + tl.arange(0, size)
+    column = (tl.program_id(0) % across).to(tl.int64) * size + tl.arange(0, size)
     inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
     values = tl.load(x + row[:, None] * num_columns + column[None, :], mask=inside, other=0.0)
     at = out + column[:, None] * num_rows + row[None, :]
